@@ -1,0 +1,150 @@
+"""Provoke the classic failures of communication, and see which tool finds each.
+
+Run: python 01_communication/goes_wrong.py --case=dtype
+Needs: requirements.txt. Uses the CPU and gloo: every text below is that backend's.
+Expect: what each rank printed and how it ended; then the same failure under a tool. The
+    `check:` line says that the failure really happened. `--case=list` lists the cases.
+Before: 01_communication/groups.py.
+Next: 03_ddp_torchrun/train.py, where what the ranks exchange is a gradient.
+"""
+
+import argparse
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from failures import CASES, TIMEOUT
+
+# Whatever still runs after this many seconds is killed, and the lesson has failed.
+LIMIT = 30.0
+
+
+def rank_main(case: str, number: int, rank: int, folder: str) -> None:
+    """Be one rank of one act; what it prints goes to a file of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if not os.path.isdir(folder):
+        return  # Ctrl-C came while this rank was being started
+    # The C++ part of torch writes past Python, so the streams themselves are turned.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # an abort leaves no core file
+    text = os.open(f"{folder}/text{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(text, 1)
+    os.dup2(text, 2)
+    act = CASES[case][number]
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = act.debug
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"  # calls that the flight recorder keeps
+    dist.set_debug_level_from_env()
+    store = dist.FileStore(f"{folder}/store", len(act.ends))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=len(act.ends), timeout=TIMEOUT
+    )
+    # Nothing goes wrong before all have joined. A barrier would count as a collective.
+    store.set(f"joined {rank}", "yes")
+    store.wait([f"joined {other}" for other in act.ends])
+    try:
+        act.run(rank)
+    except RuntimeError as error:
+        print(f"RuntimeError: {error}")
+        sys.exit(1)
+    dist.destroy_process_group()
+
+
+def perform(case: str, number: int) -> dict[int, tuple[int | None, str]]:
+    """Run one act on ranks of its own; return each one's exit code and text."""
+    # The fork server imports torch once; each rank is a fork of it, ready at once.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed"])
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        ranks = {
+            rank: context.Process(
+                target=rank_main, args=(case, number, rank, folder), daemon=True
+            )
+            for rank in CASES[case][number].ends
+        }
+        try:
+            for process in ranks.values():
+                process.start()
+            deadline = time.monotonic() + LIMIT
+            for process in ranks.values():
+                process.join(max(0, deadline - time.monotonic()))
+        finally:
+            # This also runs on Ctrl-C, before the folder disappears.
+            for process in ranks.values():
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+        return {
+            rank: (process.exitcode, Path(folder, f"text{rank}").read_text())
+            for rank, process in ranks.items()
+        }
+
+
+def describe(code: int | None) -> str:
+    """Say what an exit code means."""
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def show(rank: int, text: str) -> None:
+    """Print a rank's text behind its name, wrapped to the width of a page."""
+    # Of a stack, the frames that led to the failure's own function are left out.
+    text = re.sub(r"(\n  File .*failures.py.*)(\n  File .*)*", r"\1", text)
+    for line in text.splitlines():
+        wrapped = textwrap.wrap(
+            line, width=79, break_long_words=False, break_on_hyphens=False
+        )
+        print("\n".join(f"rank {rank} | {part}" for part in wrapped))
+
+
+def refuse(message: str) -> NoReturn:
+    """Say in one line, from one rank only, what is wrong; exit with status 2."""
+    # The exit of rank 0 makes the launcher stop the other ranks while they sleep.
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        time.sleep(3)
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def main() -> None:
+    """Run the acts of one case, show them, and check that each went wrong as meant."""
+    parser = argparse.ArgumentParser(description="Provoke a failure of communication.")
+    parser.add_argument("--case", default="", help=", ".join(CASES))
+    case = parser.parse_args().case
+    if "RANK" in os.environ:
+        refuse("starts its own ranks; start it with plain python")
+    if case not in CASES:
+        refuse(f"--case is one of {', '.join(CASES)}")
+    acts, surprises = CASES[case], []
+    print(f"{case}: {acts[0].run.__doc__}")
+    for number, act in enumerate(acts):
+        print(f"--- {act.title}", flush=True)
+        for rank, (code, text) in perform(case, number).items():
+            show(rank, text)
+            print(f"rank {rank} : {describe(code)}", flush=True)
+            expected_code, pattern = act.ends[rank]
+            # White space is one, because the patterns must not hang on line ends.
+            if code != expected_code or not re.search(pattern, " ".join(text.split())):
+                surprises.append(f"{act.title}, rank {rank}")
+    if surprises:
+        sys.exit(f"did not go wrong as described: {'; '.join(surprises)}")
+    print(
+        f"check: {case}: exit code and text of all {len(acts[0].ends)} ranks are as "
+        f"described, in {len(acts)} runs"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,74 @@
+"""Make the READMEs' blocks test items, and let no test be skipped unnoticed.
+
+This file stands in the root because pytest asks a conftest.py only about files in
+its own folder and below, and ``README.md`` is in the root.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from sybil.integration.pytest import SybilFile, SybilItem
+
+from readme_runner import ReadmeRunner
+
+if TYPE_CHECKING:
+    from worker_pool import WorkerPool
+
+# The reasons for which a test may be skipped. The key is a regular expression that
+# matches the whole reason, the value says why the skip cannot be avoided.
+ALLOWED_SKIPS: dict[str, str] = {}
+
+readmes = ReadmeRunner()
+markdown_files = set(readmes.markdown_files())
+collect_blocks = readmes.sybil.pytest()
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> SybilFile | None:
+    """Collect the blocks of the repository's own Markdown files."""
+    return collect_blocks(file_path, parent) if file_path in markdown_files else None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Lift the time limit of blocks: each command in them has its own."""
+    if isinstance(item, SybilItem):
+        item.add_marker(pytest.mark.timeout(0))
+
+
+def unknown_skips(config: pytest.Config) -> list[str]:
+    """Return the tests and files that were skipped for a reason not allowed above."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    skipped = []
+    for report in reporter.stats.get("skipped", []) if reporter else []:
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if not any(re.fullmatch(allowed, reason) for allowed in ALLOWED_SKIPS):
+            skipped.append(f"{report.nodeid}: {reason}")
+    return skipped
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the session if a test was skipped for an unknown reason."""
+    if session.exitstatus == pytest.ExitCode.OK and unknown_skips(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Name the tests that were skipped for an unknown reason."""
+    for skip in unknown_skips(config):
+        terminalreporter.write_line(
+            f"FAILED: skipped for a reason that is not in ALLOWED_SKIPS: {skip}"
+        )
+
+
+@pytest.fixture(scope="session")
+def worker_pool() -> "Iterator[WorkerPool]":
+    """Return the gloo workers that all tests of the session share."""
+    # Imported here so that a session that needs no workers need not import torch.
+    from worker_pool import WorkerPool
+
+    with WorkerPool(max_ranks=4) as pool:
+        yield pool

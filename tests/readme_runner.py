@@ -1,0 +1,518 @@
+"""Run what the READMEs show, and compare it with what they say.
+
+How to write blocks
+-------------------
+Every fenced block must start in the first column. Two kinds are checked.
+
+``console`` blocks are run. A line that starts with ``$ `` is a command for bash; it
+goes on over the next line where it ends with a backslash or where the next line
+starts with ``> ``. The lines up to the next command are what it must print, standard
+output and standard error together::
+
+    # numbers within 10 %
+    $ python 03_ddp_torchrun/train.py \\
+          --max-steps=2
+    epoch 0 | loss 5.61
+    ...
+    $ python 03_ddp_torchrun/train.py --text=nowhere
+    train.py: error: nowhere does not exist
+    $ echo $?
+    2
+
+* The commands run in the root of a fresh copy of the repository whose path holds a
+  space, in the environment of a newly opened terminal. All blocks of one README share
+  one copy, in order: files, ``export`` and ``cd`` last until its end, so run a whole
+  README rather than one of its blocks. What is not exported is forgotten.
+* A command that leaves a process behind in the background fails, and so does one that
+  takes longer than SECONDS_PER_COMMAND.
+* A command that ends with an error must be followed by ``$ echo $?``, which shows its
+  status.
+* ``...`` stands for any text, also over several lines. White space at line ends and
+  empty lines at the end of an output do not count; all else is compared exactly.
+* The block may start with comment lines. One that reads ``# numbers within 10 %``
+  allows each number that the README writes with a decimal point to be off by that
+  much. Whole numbers stay exact.
+* An output cannot hold a line that starts with ``$ ``, nor start with ``> ``.
+
+``diff`` blocks are generated from the files named by a comment right above them::
+
+    <!-- diff: 02_ddp_mp/one.py 02_ddp_mp/two.py -->
+    <!-- diff: 02_ddp_mp/one.py 02_ddp_mp/two.py hunks 2-3 context 2 -->
+
+Without ``hunks`` all of them are shown. ``context`` is the number of unchanged lines
+around a change, 1 if not given.
+
+``python tests/readme_runner.py --update [README ...]`` runs the blocks and rewrites
+those that no longer agree. Write the commands (or an empty ``diff`` block) and let it
+fill in the rest. A ``...`` stays where the new output allows it; numbers within the
+tolerance stay as they are. Without ``--update`` it only reports.
+"""
+
+import argparse
+import difflib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from doctest import (
+    DONT_ACCEPT_BLANKLINE,
+    DONT_ACCEPT_TRUE_FOR_1,
+    ELLIPSIS,
+    OutputChecker,
+)
+from pathlib import Path
+from typing import Any
+
+from sybil import Document, Example, Sybil
+from sybil.parsers.markdown import CodeBlockParser
+
+from launch import ROOT, LaunchError, Result, clean_environment, run
+
+SECONDS_PER_COMMAND = 300
+ASK_STATUS = "echo $?"
+COMPARISON = ELLIPSIS | DONT_ACCEPT_BLANKLINE | DONT_ACCEPT_TRUE_FOR_1
+TOLERANCE = re.compile(r"# numbers within (\d+(?:\.\d+)?) ?%")
+# A number with a decimal point that is not part of a word or of a version such as
+# 2.13.0. The spaces before it belong to it because columns shift with its width.
+NUMBER = r" *(?<![\w.])-?\d[\d,]*\.\d+(?:[eE][-+]?\d+)?(?!\d)(?!\.\d)"
+DIFF_COMMENT = re.compile(
+    r"<!-- diff: (?P<old>\S+) (?P<new>\S+)"
+    r"(?: hunks (?P<first>\d+)(?:-(?P<last>\d+))?)?"
+    r"(?: context (?P<context>\d+))? -->\s*\Z"
+)
+NOT_PART_OF_THE_REPOSITORY = shutil.ignore_patterns(
+    ".git", ".venv", "__pycache__", ".pytest_cache", ".ruff_cache"
+)
+
+
+def repository_files(root: Path = ROOT) -> list[str]:
+    """Return the paths, relative to ``root``, that belong to the repository.
+
+    These are the files that git tracks or would offer to track. Where git does not
+    answer, as in an unpacked archive, they are all files but a few known folders.
+    """
+    listing = b""
+    if shutil.which("git"):
+        listing = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=root,
+            capture_output=True,
+            check=False,
+        ).stdout
+    names = {name for name in os.fsdecode(listing).split("\0") if name}
+    if not names:
+        for folder, folders, files in os.walk(root):
+            ignored = NOT_PART_OF_THE_REPOSITORY(folder, folders + files)
+            folders[:] = [name for name in folders if name not in ignored]
+            names |= {
+                Path(folder, name).relative_to(root).as_posix()
+                for name in files
+                if name not in ignored
+            }
+    # Git also lists files that were deleted and not yet committed.
+    return sorted(name for name in names if (root / name).is_file())
+
+
+class Terminal:
+    """A shell session that starts in a fresh copy of the repository.
+
+    Each command is a bash process of its own, so that each has a time limit. The
+    working directory, the exported variables and the exit status are carried over.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Copy the repository to a folder whose path holds a space."""
+        self._folder = tempfile.TemporaryDirectory(prefix="readme copy ")
+        self._state = Path(self._folder.name, "environment")
+        self.cwd = Path(self._folder.name, "checkout")
+        # A crash prints what a reader sees, without the stack that tests ask for.
+        self.environment = clean_environment(PYTHONFAULTHANDLER="")
+        self.status = 0
+        self.cwd.mkdir()
+        for name in repository_files(root):
+            copy = self.cwd / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, copy)
+
+    def run(self, command: str) -> Result:
+        """Run one command and remember the state in which it leaves the shell."""
+        self._state.unlink(missing_ok=True)
+        save_state = f"env -0 >{shlex.quote(str(self._state))}"
+        # Both streams go into one pipe, which keeps their order as a terminal does.
+        script = (
+            f"exec 2>&1\ntrap {shlex.quote(save_state)} EXIT\n"
+            f"(exit {self.status})\n{command}\n"
+        )
+        result = run(
+            ["bash", "--noprofile", "--norc", "-c", script],
+            timeout=SECONDS_PER_COMMAND,
+            cwd=self.cwd,
+            env=self.environment,
+        )
+        self.status = result.returncode
+        # A command that replaces or kills its shell leaves no state behind.
+        if self._state.exists():
+            entries = os.fsdecode(self._state.read_bytes()).split("\0")
+            self.environment = dict(entry.split("=", 1) for entry in entries if entry)
+            self.cwd = Path(self.environment["PWD"])
+        return result
+
+    def close(self) -> None:
+        """Delete the copy."""
+        self._folder.cleanup()
+
+
+@dataclass
+class Step:
+    """A command as the README shows it, and the output that the README promises."""
+
+    shown: list[str]
+    wanted: list[str] = field(default_factory=list)
+
+    @property
+    def command(self) -> str:
+        """The text for bash: without the prompts."""
+        first, *others = self.shown
+        return "\n".join(
+            [first.removeprefix("$ "), *(re.sub(r"^> ?", "", line) for line in others)]
+        )
+
+
+@dataclass
+class Block:
+    """The content of one ``console`` block."""
+
+    comments: list[str]
+    steps: list[Step]
+
+    @property
+    def tolerance(self) -> Decimal:
+        """The relative difference that numbers with a decimal point may have."""
+        for comment in self.comments:
+            if match := TOLERANCE.fullmatch(comment.rstrip()):
+                return Decimal(match[1]) / 100
+        return Decimal(0)
+
+
+@dataclass
+class Outcome:
+    """What came of one block.
+
+    ``errors`` have to be put right by hand, ``drift`` is what an update removes by
+    replacing the block's text with ``source``.
+    """
+
+    source: str
+    errors: list[str] = field(default_factory=list)
+    drift: list[str] = field(default_factory=list)
+
+
+def parse_block(source: str) -> Block:
+    """Split a ``console`` block into its commands and their outputs.
+
+    Raises ValueError if there is no command, or text that belongs to none.
+    """
+    block = Block([], [])
+    for line in source.splitlines():
+        step = block.steps[-1] if block.steps else None
+        if step and not step.wanted and step.shown[-1].endswith("\\"):
+            step.shown.append(line)
+        elif line.startswith("$ "):
+            block.steps.append(Step([line]))
+        elif step is None and line.startswith("#"):
+            block.comments.append(line)
+        elif step is None:
+            raise ValueError(f"this line stands before the first `$ command`: {line}")
+        elif not step.wanted and (line == ">" or line.startswith("> ")):
+            step.shown.append(line)
+        else:
+            step.wanted.append(line)
+    if not block.steps:
+        raise ValueError("a console block needs a line that starts with `$ `")
+    return block
+
+
+def tidy(text: str) -> str:
+    """Remove what no reader sees: white space at line ends, empty lines at the end."""
+    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip("\n")
+
+
+def within_tolerance(
+    match: re.Match[str], wanted: Sequence[str], tolerance: Decimal
+) -> bool:
+    """Tell whether each number of ``match`` is near enough to the wanted one."""
+    pairs = [
+        (Decimal(got.replace(",", "").strip()), Decimal(want.replace(",", "").strip()))
+        for got, want in zip(match.groups(), wanted, strict=True)
+    ]
+    return all(abs(got - want) <= tolerance * abs(want) for got, want in pairs)
+
+
+def with_wanted_numbers(want: str, got: str, tolerance: Decimal) -> str:
+    """Return ``got`` with the wanted spelling of the numbers that are near enough.
+
+    The texts between two ``...`` are looked for one after the other, as doctest does
+    it. If they are not all found, ``got`` is returned as it is.
+    """
+    pieces = want.split("...")
+    result, position = "", 0
+    for index, piece in enumerate(pieces):
+        wanted = re.findall(NUMBER, piece)
+        words = map(re.escape, re.split(NUMBER, piece))
+        first = r"\A" if index == 0 else ""
+        last = r"\Z" if index == len(pieces) - 1 else ""
+        pattern = re.compile(first + f"({NUMBER})".join(words) + last)
+        for match in pattern.finditer(got, position):
+            if within_tolerance(match, wanted, tolerance):
+                break
+        else:
+            return got
+        result += got[position : match.start()] + piece
+        position = match.end()
+    return result
+
+
+def agrees(want: str, got: str, tolerance: Decimal) -> bool:
+    """Tell whether an output is the wanted one."""
+    if tolerance:
+        got = with_wanted_numbers(want, got, tolerance)
+    return OutputChecker().check_output(want, got, COMPARISON)
+
+
+def shape(line: str) -> str:
+    """Return a line without its numbers and its spacing."""
+    return re.sub(r"\s*\d[\d.,]*\s*|\s+", "0", line)
+
+
+def pair_lines(
+    wanted: Sequence[str], new: Sequence[str], tolerance: Decimal
+) -> list[list[int]]:
+    """Find for each wanted line the new lines that stand in its place.
+
+    It is the pairing with the fewest lines left over: an edit distance in which a line
+    that agrees is free, one of the same shape costs a half, and ``...`` takes any
+    number of lines for nothing. A wanted line left over costs two, so that ``...``
+    does not swallow the lines that could be paired.
+    """
+    i_end, j_end = len(wanted), len(new)
+    cost = [[0.0] * (j_end + 1) for _ in range(i_end + 1)]
+    move = [[(0, 0, False)] * (j_end + 1) for _ in range(i_end + 1)]
+    for i in range(i_end, -1, -1):
+        for j in range(j_end, -1, -1):
+            # Each choice: its cost, the steps in both texts, whether they are paired.
+            choices: list[tuple[float, int, int, bool]] = []
+            if i < i_end and j < j_end:
+                want, got = wanted[i], new[j]
+                if want == "...":
+                    choices += [(0.0, 0, 1, True), (0.0, 1, 1, True)]
+                elif agrees(want, got, tolerance):
+                    choices.append((0.0, 1, 1, True))
+                elif shape(want) == shape(got):
+                    choices.append((0.5, 1, 1, True))
+            if i < i_end:
+                choices.append((2.0, 1, 0, False))
+            if j < j_end:
+                choices.append((1.0, 0, 1, False))
+            if choices:
+                totals = [c + cost[i + di][j + dj] for c, di, dj, _ in choices]
+                cost[i][j] = min(totals)
+                move[i][j] = choices[totals.index(cost[i][j])][1:]
+    pairs: list[list[int]] = [[] for _ in wanted]
+    i = j = 0
+    while (i, j) != (i_end, j_end):
+        di, dj, paired = move[i][j]
+        if paired:
+            pairs[i].append(j)
+        i, j = i + di, j + dj
+    return pairs
+
+
+def refreshed(want: str, got: str, tolerance: Decimal) -> str:
+    """Return ``got`` abbreviated by those ``...`` of ``want`` that still fit.
+
+    A line of dots stays only if the lines above and below it are still there.
+    """
+    wanted, new = want.splitlines(), got.splitlines()
+    pairs = pair_lines(wanted, new, tolerance)
+    lines: list[str | None] = list(new)
+    for i, (line, taken) in enumerate(zip(wanted, pairs, strict=True)):
+        if line == "..." and taken and all(pairs[max(i - 1, 0) : i + 2]):
+            lines[taken[0] : taken[-1] + 1] = ["...", *[None] * (len(taken) - 1)]
+        elif taken and agrees(line, new[taken[0]], tolerance) and line != "...":
+            lines[taken[0]] = line
+    result = "\n".join(line for line in lines if line is not None)
+    return result if agrees(result, got, tolerance) else got
+
+
+def run_block(source: str, terminal: Terminal) -> Outcome:
+    """Run a ``console`` block's commands and compare their outputs."""
+    outcome = Outcome(source)
+    try:
+        block = parse_block(source)
+    except ValueError as error:
+        outcome.errors.append(str(error))
+        return outcome
+    lines = list(block.comments)
+    for index, step in enumerate(block.steps):
+        command = "\n".join(step.shown)
+        try:
+            result = terminal.run(step.command)
+        except LaunchError as error:
+            outcome.errors.append(f"{command}\n{error}")
+            return outcome
+        want, got = tidy("\n".join(step.wanted)), tidy(result.output)
+        announced = [s.command.strip() for s in block.steps[index + 1 : index + 2]]
+        if result.returncode and announced != [ASK_STATUS]:
+            outcome.errors.append(
+                f"{command}\n{got}\nended with status {result.returncode}; "
+                f"if it should, the next line must be `$ {ASK_STATUS}`"
+            )
+            continue
+        lines += step.shown
+        if agrees(want, got, block.tolerance):
+            lines += step.wanted
+        else:
+            new = refreshed(want, got, block.tolerance)
+            lines += new.splitlines()
+            outcome.drift.append(f"{command}\n{show_difference(want, new)}")
+    outcome.source = "".join(line + "\n" for line in lines)
+    return outcome
+
+
+def show_difference(want: str, got: str) -> str:
+    """Return a unified diff from the README's text to the real one."""
+    return "\n".join(
+        difflib.unified_diff(
+            want.splitlines(), got.splitlines(), "README", "this run", lineterm=""
+        )
+    )
+
+
+def compare_files(source: str, text_above: str, root: Path) -> Outcome:
+    """Generate a ``diff`` block and compare it with the one in the README."""
+    outcome = Outcome(source)
+    options = DIFF_COMMENT.search(text_above)
+    if options is None:
+        outcome.errors.append(
+            "a diff block needs a comment right above it: "
+            "<!-- diff: old.py new.py --> (see tests/readme_runner.py)"
+        )
+        return outcome
+    paths = [options["old"], options["new"]]
+    missing = [path for path in paths if not (root / path).is_file()]
+    if missing:
+        outcome.errors.append(f"no such file: {', '.join(missing)}")
+        return outcome
+    old, new = ((root / path).read_text("utf-8").splitlines() for path in paths)
+    context = int(options["context"] or 1)
+    lines = list(difflib.unified_diff(old, new, *paths, n=context, lineterm=""))
+    starts = [n for n, line in enumerate(lines) if line.startswith("@@")]
+    first = int(options["first"] or 1)
+    last = int(options["last"] or options["first"] or len(starts))
+    if not 1 <= first <= last <= len(starts):
+        outcome.errors.append(
+            f"the diff of {' and '.join(paths)} has {len(starts)} hunks: "
+            f"hunks {first}-{last} cannot be shown"
+        )
+        return outcome
+    ends = [*starts[1:], len(lines)]
+    shown = lines[: starts[0]] + lines[starts[first - 1] : ends[last - 1]]
+    generated = tidy("\n".join(shown))
+    if generated != tidy(source):
+        outcome.source = generated + "\n"
+        outcome.drift.append(show_difference(tidy(source), generated))
+    return outcome
+
+
+class ReadmeRunner:
+    """Finds the blocks of a repository's Markdown files and checks them."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        """Look at the files below ``root``."""
+        self.root = root
+        self.sybil = Sybil(
+            parsers=[
+                CodeBlockParser("console", self.problems),
+                CodeBlockParser("diff", self.problems),
+            ],
+            pattern="*.md",
+            path=str(root),
+            teardown=self.close_terminal,
+        )
+
+    def markdown_files(self) -> list[Path]:
+        """Return the repository's Markdown files."""
+        names = repository_files(self.root)
+        return [self.root / name for name in names if name.endswith(".md")]
+
+    def outcome(self, example: Example) -> Outcome:
+        """Run or generate one block."""
+        source: str = example.parsed
+        # Sybil also finds blocks in lists, in quotations and in HTML comments.
+        if not example.document.text.startswith(("```", "~~~"), example.start):
+            return Outcome(source, ["the block does not start in the first column"])
+        if example.region.lexemes["arguments"] == "diff":
+            above = example.document.text[: example.start]
+            return compare_files(source, above, self.root)
+        if "terminal" not in example.namespace:
+            example.namespace["terminal"] = Terminal(self.root)
+        return run_block(source, example.namespace["terminal"])
+
+    def problems(self, example: Example) -> str | None:
+        """Return what is wrong with a block, or None: a Sybil evaluator."""
+        outcome = self.outcome(example)
+        return "\n\n".join(outcome.errors + outcome.drift) or None
+
+    @staticmethod
+    def close_terminal(namespace: dict[str, Any]) -> None:
+        """Delete the copy of the repository that a README's commands ran in."""
+        if terminal := namespace.pop("terminal", None):
+            terminal.close()
+
+    def check(self, path: Path, update: bool = False) -> list[str]:
+        """Check one file, or bring it up to date; return the problems that are left."""
+        document: Document = self.sybil.parse(path)
+        text, problems = document.text, []
+        replacements: list[tuple[int, int, str]] = []
+        try:
+            for example in document.examples():
+                outcome = self.outcome(example)
+                left = outcome.errors if update else outcome.errors + outcome.drift
+                problems += [f"{path}:{example.line}: {problem}" for problem in left]
+                if outcome.drift and not outcome.errors:
+                    start = example.start + example.region.lexemes["source"].offset
+                    end = text.rfind("\n", start - 1, example.end) + 1
+                    replacements.append((start, end, outcome.source))
+        finally:
+            self.close_terminal(document.namespace)
+        if update and replacements:
+            # From the last to the first, so that earlier positions stay valid.
+            for start, end, source in reversed(replacements):
+                text = text[:start] + source + text[end:]
+            path.write_text(text, "utf-8")
+            print(f"{path}: blocks rewritten: {len(replacements)}")
+        return problems
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check or update the READMEs named on the command line, or all of them."""
+    parser = argparse.ArgumentParser(description="Check the READMEs' blocks.")
+    parser.add_argument("--update", action="store_true", help="rewrite what drifted")
+    parser.add_argument("readmes", nargs="*", type=Path, metavar="README")
+    options = parser.parse_args(arguments)
+    runner = ReadmeRunner()
+    problems: list[str] = []
+    for path in options.readmes or runner.markdown_files():
+        problems += runner.check(path.resolve(), options.update)
+    print("\n\n".join(problems) or "every block agrees")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
