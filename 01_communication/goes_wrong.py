@@ -5,7 +5,7 @@ Needs: requirements.txt. Uses the CPU and gloo: every text below is that backend
 Expect: what each rank printed and how it ended; then the same failure under a tool. The
     `check:` line says that the failure really happened. `--case=list` lists the cases.
 Before: 01_communication/groups.py.
-Next: 03_ddp_torchrun/train.py, where what the ranks exchange is a gradient.
+Next: 02_ddp_mp/one_process.py, on the way to ranks that exchange gradients.
 """
 
 import argparse

@@ -4,7 +4,7 @@ Run: torchrun --nproc-per-node=2 03_ddp_torchrun/train.py
 Needs: this folder and requirements.txt. A GPU for every rank is used if there is one.
 Expect: the loss on unseen text falls from 5.5 to below 2 nats per byte in a minute on
     two cores; then a few lines of almost-Python, and a `check:` that all ranks pass.
-Before: 01_communication/collectives.py, where all-reduce is one call among many.
+Before: 02_ddp_mp/train.py, the same in small, without a launcher.
 Next: 03_ddp_torchrun/generate.py, which reads the snapshot in one process.
 """
 

@@ -1,0 +1,526 @@
+"""Chapter 02: three wrappers made by hand, each held against DDP and one process."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from scripts import load_chapter
+from worker_pool import WorkerPool
+
+CHAPTER = "02_ddp_mp"
+BY_HAND = ["naive", "flat", "bucketed", "one bucket a parameter"]
+ALL = [*BY_HAND, "DDP"]
+BATCH = 4
+
+
+# --- What runs on each rank. ----------
+
+
+def wrap(way: str, module: nn.Module, **ddp_options: Any) -> Any:
+    """Wrap a module in one of the ways; all but DDP have `finish_gradient_sync`."""
+    by_hand = load_chapter(CHAPTER)["by_hand"]
+    if way == "naive":
+        return by_hand.NaiveDDP(module)
+    if way == "flat":
+        return by_hand.FlatDDP(module)
+    if way == "bucketed":
+        return by_hand.BucketedDDP(module)
+    if way == "one bucket a parameter":
+        return by_hand.BucketedDDP(module, bucket_cap_mb=0)
+    return DistributedDataParallel(module, **ddp_options)
+
+
+def finish(model: Any) -> None:
+    """Make the one call that DDP does not need."""
+    if not isinstance(model, DistributedDataParallel):
+        model.finish_gradient_sync()
+
+
+class Knotty(nn.Module):
+    """A model with a tied and a frozen parameter, a buffer, and odd memory layouts."""
+
+    def __init__(self) -> None:
+        """Draw the weights from the default generator."""
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.tied = nn.Linear(8, 8)
+        self.tied.weight = self.first.weight
+        # Stored by columns, and by channels: not the order in which they are indexed.
+        self.turned = nn.Parameter(torch.randn(8, 6).t())
+        self.conv = nn.Conv2d(2, 3, 2)
+        self.conv = self.conv.to(memory_format=torch.channels_last)  # pyright: ignore
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("shift", torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Use every parameter; from (B, 8) to (B,)."""
+        x = torch.tanh(self.first(x) + self.shift)
+        x = torch.tanh(self.tied(torch.tanh(self.frozen(x))))
+        image = torch.cat([x, x @ self.turned.t(), x[:, :4]], dim=1).view(-1, 2, 3, 3)
+        return self.conv(image).mean(dim=(1, 2, 3)) * self.scale
+
+
+def batches_of(steps: int, samples: int, dtype: torch.dtype) -> torch.Tensor:
+    """Draw (steps, samples, 9) numbers, the same on every rank; the last is a label."""
+    generator = torch.Generator().manual_seed(11)
+    return torch.randn(steps, samples, 9, generator=generator).to(dtype)
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Mean squared error on a batch, (samples, 9)."""
+    return (model(batch[:, :8]) - batch[:, 8]).square().mean()
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    """Join a model's parameters and buffers into one vector."""
+    return torch.cat([t.detach().flatten() for t in model.state_dict().values()])
+
+
+def train_in_every_way(
+    dtype: torch.dtype, steps: int, grad_accum_steps: int = 1
+) -> dict[str, torch.Tensor]:
+    """Train on this rank's share in all ways, from weights that only rank 0 has."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batches = batches_of(steps * grad_accum_steps, BATCH * world_size, dtype)
+    weights = {}
+    for way in ALL:
+        torch.manual_seed(7 + rank)
+        module = Knotty().to(dtype)
+        model = wrap(way, module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for number, batch in enumerate(batches, start=1):
+            is_last = number % grad_accum_steps == 0
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                share = batch.chunk(world_size)[rank]
+                (loss_of(model, share) / grad_accum_steps).backward()
+            if is_last:
+                finish(model)
+                optimizer.step()
+                optimizer.zero_grad()
+        weights[way] = flat(module)
+    return weights
+
+
+def train_alone(dtype: torch.dtype, steps: int, batches: torch.Tensor) -> torch.Tensor:
+    """Train one plain model, without a wrapper or a group, on whole batches."""
+    torch.manual_seed(7)
+    model = Knotty().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    assert len(batches) == steps
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    return flat(model)
+
+
+# --- The same weights as one process. ----------
+
+
+# SGD, because Adam divides a gradient by its own size: given the sum over the ranks in
+# place of the mean, it takes nearly the same steps. What is left between the ranks and
+# one process is rounding, of sums in another order: some units of the last digit (6e-8
+# in float32, 1e-16 in float64), passed on and enlarged for 30 steps. That it shrinks
+# with that unit shows that nothing else is behind it.
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-13)]
+)
+def test_every_way_equals_one_process_on_the_concatenated_batch(
+    worker_pool: WorkerPool, world_size: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    steps = 30
+    results = worker_pool.run(
+        train_in_every_way, dtype, steps, world_size=world_size, timeout=120
+    )
+    batches = batches_of(steps, BATCH * world_size, dtype)
+    alone = train_alone(dtype, steps, batches)
+    torch.manual_seed(7)
+    assert (alone - flat(Knotty().to(dtype))).abs().max() > 0.1
+    checked = 0
+    assert len(results) == world_size
+    for weights in results:
+        for way in ("naive", "flat", "bucketed", "one bucket a parameter", "DDP"):
+            assert (weights[way] - alone).abs().max() < tolerance, way
+            # Between ranks there is no tolerance: every bit is the same.
+            assert torch.equal(weights[way], results[0][way]), way
+            checked += 1
+    assert checked == world_size * len(ALL)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_accumulation_under_no_sync_equals_one_larger_batch(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    steps, k, dtype = 10, 3, torch.float64
+    results = worker_pool.run(
+        train_in_every_way, dtype, steps, k, world_size=world_size, timeout=120
+    )
+    small = batches_of(steps * k, BATCH * world_size, dtype)
+    alone = train_alone(dtype, steps, small.reshape(steps, -1, 9))
+    checked = 0
+    assert len(results) == world_size
+    for weights in results:
+        for way in ("naive", "flat", "bucketed", "one bucket a parameter", "DDP"):
+            assert (weights[way] - alone).abs().max() < 1e-13, way
+            assert torch.equal(weights[way], results[0][way]), way
+            checked += 1
+    assert checked == world_size * len(ALL)
+
+
+def leave_no_sync_after_forward() -> dict[str, tuple[float, bool]]:
+    """Compute the last loss inside no_sync and go backward outside, in all ways.
+
+    Returns:
+        For each way: how far the gradient is from the mean of all ranks' own, and
+        whether all ranks hold the same.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batch = batches_of(1, BATCH * world_size, torch.float64)[0]
+    results = {}
+    for way in ALL:
+        torch.manual_seed(7)
+        module = Knotty().double()
+        alone = torch.autograd.grad(loss_of(module, batch), module.first.weight)[0]
+        model = wrap(way, module)
+        with model.no_sync():
+            loss = loss_of(model, batch.chunk(world_size)[rank])
+        loss.backward()
+        finish(model)
+        mine = torch.as_tensor(module.first.weight.grad).clone()
+        of_all = [torch.empty_like(mine) for _ in range(world_size)]
+        dist.all_gather(of_all, mine)
+        is_equal = all(torch.equal(other, of_all[0]) for other in of_all)
+        results[way] = ((mine - alone).abs().max().item(), is_equal)
+    return results
+
+
+def test_leaving_no_sync_after_forward_sends_nothing_under_ddp(
+    worker_pool: WorkerPool,
+) -> None:
+    results = worker_pool.run(leave_no_sync_after_forward)
+    assert len(results) == 2
+    for result in results:
+        error, is_equal = result["DDP"]
+        assert error > 0.01 and not is_equal
+        # Those made by hand look when the gradient arrives, and when they finish.
+        for way in ("naive", "flat", "bucketed", "one bucket a parameter"):
+            error, is_equal = result[way]
+            assert error < 1e-14 and is_equal, way
+
+
+# --- What wrapping does. ----------
+
+
+def weights_before_and_after_wrapping() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Build a model from a seed of this rank's own, then wrap it."""
+    results = {}
+    for way in ALL:
+        torch.manual_seed(100 + dist.get_rank())
+        module = Knotty()
+        before = flat(module).clone()
+        results[way] = (before, flat(wrap(way, module).module))
+    return results
+
+
+def test_wrapping_gives_every_rank_the_weights_and_buffers_of_rank_zero(
+    worker_pool: WorkerPool,
+) -> None:
+    results = worker_pool.run(weights_before_and_after_wrapping, world_size=3)
+    assert len(results) == 3
+    for way in ("naive", "flat", "bucketed", "one bucket a parameter", "DDP"):
+        of_rank_zero = results[0][way][0]
+        for rank in (0, 1, 2):
+            before, after = results[rank][way]
+            assert torch.equal(after, of_rank_zero), way
+            assert torch.equal(before, of_rank_zero) == (rank == 0), way
+
+
+def train_with_running_means() -> dict[str, dict[str, torch.Tensor]]:
+    """Train a model whose buffers change in each forward pass, differently by rank."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batches = batches_of(6, BATCH * world_size, torch.float64)
+    states = {}
+    for way in ALL:
+        torch.manual_seed(7)
+        layers = [nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 1), nn.Flatten(0)]
+        module = nn.Sequential(*layers)
+        model = wrap(way, module.double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in batches:
+            optimizer.zero_grad()
+            loss_of(model, batch.chunk(world_size)[rank]).backward()
+            finish(model)
+            optimizer.step()
+        states[way] = {name: t.clone() for name, t in module.state_dict().items()}
+    return states
+
+
+def test_buffers_go_the_way_they_go_under_ddp(worker_pool: WorkerPool) -> None:
+    results = worker_pool.run(train_with_running_means)
+    mean = "1.running_mean"
+    # The last forward pass changed them after rank 0's had been copied.
+    assert not torch.equal(results[0]["DDP"][mean], results[1]["DDP"][mean])
+    names = ["0.weight", "1.weight", mean, "1.running_var", "1.num_batches_tracked"]
+    assert len(results) == 2 and set(names) < set(results[0]["DDP"])
+    for states in results:
+        for way in ("naive", "flat", "bucketed", "one bucket a parameter"):
+            for name in sorted(states["DDP"]):
+                close = torch.isclose(
+                    states[way][name].double(), states["DDP"][name].double(), atol=1e-12
+                )
+                assert bool(close.all()), (way, name)
+        assert len(states["DDP"]) == 9
+
+
+class OneOfTwo(nn.Module):
+    """Uses `left` or `right` as the caller says, and never `neither`."""
+
+    def __init__(self) -> None:
+        """Draw the weights from the default generator."""
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 1), nn.Linear(8, 1)
+        self.neither = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, goes_left: bool) -> torch.Tensor:
+        """Use one of the two; from (B, 8) to (B, 1)."""
+        return (self.left if goes_left else self.right)(x)
+
+
+def gradients_of_what_only_one_rank_uses() -> dict[str, list[torch.Tensor | None]]:
+    """Let each rank use another part of the model; take two steps."""
+    rank = dist.get_rank()
+    x = batches_of(1, BATCH, torch.float64)[0, :, :8] + rank
+    results = {}
+    for way in ALL:
+        torch.manual_seed(7)
+        module = OneOfTwo().double()
+        model = wrap(way, module, find_unused_parameters=True)
+        for _ in range(2):
+            model.zero_grad()
+            model(x, goes_left=rank == 0).sum().backward()
+            finish(model)
+        parts = (module.left, module.right, module.neither)
+        results[way] = [part.weight.grad for part in parts]
+    return results
+
+
+def test_parameter_without_a_gradient_counts_as_zero(worker_pool: WorkerPool) -> None:
+    results = worker_pool.run(gradients_of_what_only_one_rank_uses)
+    x = batches_of(1, BATCH, torch.float64)[0, :, :8]
+    assert len(results) == 2
+    for result in results:
+        for way in ("naive", "flat", "bucketed", "one bucket a parameter", "DDP"):
+            left, right, neither = result[way]
+            # One rank's gradient and a zero, divided by two.
+            torch.testing.assert_close(left, x.sum(dim=0, keepdim=True) / 2)
+            torch.testing.assert_close(right, (x + 1).sum(dim=0, keepdim=True) / 2)
+            if way == "DDP":
+                assert neither is None
+            else:
+                assert torch.equal(neither, torch.zeros(1, 8, dtype=torch.float64))
+
+
+def ddp_without_being_told_of_unused_parameters() -> str:
+    """Leave a parameter out, with DDP as it comes; return its error."""
+    model = wrap("DDP", OneOfTwo())
+    x = torch.ones(2, 8)
+    model(x, goes_left=True).sum().backward()
+    with pytest.raises(RuntimeError) as caught:
+        model(x, goes_left=True)
+    return str(caught.value)
+
+
+def test_ddp_refuses_a_parameter_without_a_gradient(worker_pool: WorkerPool) -> None:
+    errors = worker_pool.run(ddp_without_being_told_of_unused_parameters)
+    assert len(errors) == 2
+    assert all("Expected to have finished reduction" in error for error in errors)
+
+
+class TwoDtypes(nn.Module):
+    """Parameters of three dtypes, taking turns."""
+
+    def __init__(self) -> None:
+        """Draw the weights from the default generator."""
+        super().__init__()
+        kinds = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
+        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=kind) for kind in kinds)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Go through all layers, each in its dtype; from (B, 8) to (B,)."""
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(next(layer.parameters()).dtype)))
+        return x[:, 0]
+
+
+def gradients_in_low_precision() -> dict[str, list[torch.Tensor]]:
+    """Average gradients of several dtypes, in all ways."""
+    batch = batches_of(2, BATCH, torch.float32)[dist.get_rank()]
+    results = {}
+    for way in ALL:
+        torch.manual_seed(7)
+        module = TwoDtypes()
+        model = wrap(way, module)
+        loss_of(model, batch).backward()
+        finish(model)
+        results[way] = [p.grad for p in module.parameters() if p.grad is not None]
+    return results
+
+
+def test_low_and_mixed_precision(worker_pool: WorkerPool) -> None:
+    results = worker_pool.run(gradients_in_low_precision)
+    batches = batches_of(2, BATCH, torch.float32)
+    torch.manual_seed(7)
+    module = TwoDtypes()
+    parameters = list(module.parameters())
+    own = [torch.autograd.grad(loss_of(module, batch), parameters) for batch in batches]
+    mean = [(a.double() + b.double()) / 2 for a, b in zip(*own, strict=True)]
+    assert len(results) == 2 and len(mean) == 8
+    for result in results:
+        for way in ("naive", "flat", "bucketed", "one bucket a parameter", "DDP"):
+            for got, expected, parameter in zip(
+                result[way], mean, parameters, strict=True
+            ):
+                assert got.dtype == parameter.dtype
+                # bfloat16 has 8 significant bits: half a unit of the last is 2 ** -9.
+                error = (got.double() - expected).abs().max()
+                assert error <= 2**-8 * expected.abs().max(), (way, got.dtype)
+
+
+# --- Buckets. ----------
+
+
+@pytest.mark.parametrize(
+    ("bucket_cap_mb", "expected"),
+    [
+        (0, [[4], [3], [2], [1], [0]]),  # each parameter alone
+        (1, [[4, 3, 2], [1], [0]]),  # closed by the one that reaches the cap
+        (2.9, [[4, 3, 2, 1], [0]]),
+        (25, [[4, 3, 2, 1, 0]]),
+    ],
+)
+def test_buckets_are_filled_from_the_last_parameter_up_to_the_cap(
+    bucket_cap_mb: float, expected: list[list[int]]
+) -> None:
+    by_hand = load_chapter(CHAPTER)["by_hand"]
+    # In MB: 1, 2, 0.5, 0.25, 0.25.
+    lengths = [2**18, 2**19, 2**17, 2**16, 2**16]
+    parameters = [nn.Parameter(torch.zeros(length)) for length in lengths]
+    buckets = by_hand.make_buckets(parameters, bucket_cap_mb)
+    assert len(buckets) == len(expected)
+    for bucket, numbers in zip(buckets, expected, strict=True):
+        assert len(bucket.parameters) == len(numbers)
+        for parameter, number in zip(bucket.parameters, numbers, strict=True):
+            assert parameter is parameters[number]
+        assert bucket.flat.numel() == sum(lengths[number] for number in numbers)
+
+
+def test_bucket_holds_one_dtype() -> None:
+    by_hand = load_chapter(CHAPTER)["by_hand"]
+    kinds = [torch.float32, torch.float32, torch.float16, torch.float32]
+    parameters = [nn.Parameter(torch.zeros(2, dtype=kind)) for kind in kinds]
+    buckets = by_hand.make_buckets(parameters, 25)
+    assert [bucket.flat.dtype for bucket in buckets] == [kinds[3], kinds[2], kinds[0]]
+    assert [len(bucket.parameters) for bucket in buckets] == [1, 1, 2]
+
+
+def buckets_sent_when_the_last_gradient_arrives() -> tuple[int, int]:
+    """Look, at the end of backward, how many buckets are already under way."""
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    model = wrap("one bucket a parameter", module)
+    first = module[0].weight
+    sent = []
+    assert isinstance(first, nn.Parameter)
+    first.register_hook(lambda _: sent.append(model.started))
+    model(torch.ones(2, 8)).sum().backward()
+    assert model.started == len(model.buckets)
+    model.finish_gradient_sync()
+    return sent[0], len(model.buckets)
+
+
+def test_buckets_are_sent_in_an_order_that_overlaps_with_backward(
+    worker_pool: WorkerPool,
+) -> None:
+    results = worker_pool.run(buckets_sent_when_the_last_gradient_arrives)
+    assert len(results) == 2
+    for sent, buckets in results:
+        assert buckets == 10
+        # All but those of the first layer, whose gradients are only now being found.
+        assert sent >= buckets - 2
+
+
+def gradients_stay_in_the_bucket() -> list[bool]:
+    """Take steps with gradients that are zeroed in place, and see where they lie."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(7)
+    module = nn.Linear(8, 1).double()
+    alone = nn.Sequential(nn.Linear(8, 1).double(), nn.Flatten(0))
+    alone[0].load_state_dict(module.state_dict())
+    model = wrap("bucketed", nn.Sequential(module, nn.Flatten(0)))
+    found = []
+    for batch in batches_of(3, BATCH * world_size, torch.float64):
+        model.zero_grad(set_to_none=False)
+        loss_of(model, batch.chunk(world_size)[rank]).backward()
+        model.finish_gradient_sync()
+        expected = torch.autograd.grad(loss_of(alone, batch), list(alone.parameters()))[
+            0
+        ]
+        gradient = torch.as_tensor(module.weight.grad)
+        place = gradient.untyped_storage().data_ptr()
+        found.append(place == model.buckets[0].flat.untyped_storage().data_ptr())
+        found.append(bool((gradient - expected).abs().max() < 1e-14))
+    return found
+
+
+def test_gradients_are_views_of_the_bucket(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(gradients_stay_in_the_bucket) == [[True] * 6] * 2
+
+
+# --- Wrong use is an error, not a wrong gradient. ----------
+
+
+def wrong_uses() -> dict[str, str]:
+    """Use the wrappers wrongly in every way they notice; return what they say."""
+    x, errors = torch.ones(2, 8), {}
+
+    def note(name: str, error: type[Exception], call: Any) -> None:
+        with pytest.raises(error) as caught:
+            call()
+        errors[name] = str(caught.value)
+
+    model = wrap("bucketed", nn.Linear(8, 1))
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    note("two backwards", RuntimeError, loss.backward)
+    note("no finish", RuntimeError, lambda: model(x))
+    model.finish_gradient_sync()
+    with model.no_sync():
+        note("finish in no_sync", RuntimeError, model.finish_gradient_sync)
+    frozen = nn.Linear(8, 1).requires_grad_(False)
+    for way in ALL:
+        note(f"{way} frozen", RuntimeError, lambda way=way: wrap(way, frozen))
+    by_hand = load_chapter(CHAPTER)["by_hand"]
+    linear = nn.Linear(8, 1)
+    note("cap", ValueError, lambda: by_hand.BucketedDDP(linear, bucket_cap_mb=-1))
+    return errors
+
+
+def test_wrong_use_is_an_error(worker_pool: WorkerPool) -> None:
+    results = worker_pool.run(wrong_uses)
+    assert len(results) == 2
+    for errors in results:
+        assert (
+            "second backward before finish_gradient_sync()" in errors["two backwards"]
+        )
+        assert "finish_gradient_sync() was not called" in errors["no finish"]
+        assert "inside no_sync()" in errors["finish in no_sync"]
+        assert "must not be negative" in errors["cap"]
+        for way in ("naive", "flat", "bucketed", "DDP"):
+            assert "require" in errors[f"{way} frozen"]
