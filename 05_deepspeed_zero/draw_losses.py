@@ -1,0 +1,93 @@
+"""Draw the loss curves that losses.py measured, and how far apart they are.
+
+Run: python 05_deepspeed_zero/draw_losses.py
+Needs: matplotlib, and assets/05_losses.json, which `losses.py --save` writes.
+Expect: assets/05_losses.png, and a `check:` of the largest difference in the file.
+Before: 05_deepspeed_zero/losses.py
+Next: 05_deepspeed_zero/checkpoints.py
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # draw into a file; no window, no display needed
+
+import matplotlib.pyplot as plt
+
+# Colours that people with any colour vision tell apart (Okabe and Ito).
+COLOURS = ["#222222", "#0072B2", "#E69F00", "#009E73", "#CC79A7"]
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+
+
+def differences(losses: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return how far every curve is from the first, at each step."""
+    first = next(iter(losses.values()))
+    return {
+        name: [abs(one - other) for one, other in zip(curve, first, strict=True)]
+        for name, curve in losses.items()
+    }
+
+
+def draw_curves(losses: dict[str, list[float]], ranks: int) -> plt.Figure:
+    """Draw the curves on the left, and their distance from the first on the right."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), dpi=110)
+    figure.patch.set_facecolor("white")
+    apart = differences(losses)
+    for number, (name, curve) in enumerate(losses.items()):
+        steps = range(1, len(curve) + 1)
+        # Each line is thinner than the one below it, so that all can be seen.
+        style = {
+            "color": COLOURS[number % len(COLOURS)],
+            "linestyle": "-" if number < len(COLOURS) else ":",
+        }
+        left.plot(steps, curve, linewidth=11 - number, label=name, **style)
+        if number > 0:
+            right.plot(steps, [max(x, 1e-8) for x in apart[name]], **style)
+    left.set_title(f"{len(losses)} curves, {ranks} ranks")
+    left.set_ylabel("mean loss over the ranks, nats per byte")
+    left.legend(fontsize=7)
+    right.set_yscale("log")
+    right.set_ylim(5e-9, 1e1)
+    right.axhline(1.2e-7 * 4, color="#888888", linestyle="--", linewidth=1)
+    right.text(1, 6e-7, "spacing of float32 near 4", fontsize=8, color="#555555")
+    right.set_title("the same, as the distance from the first")
+    right.set_ylabel("nats per byte; equal is drawn as 1e-8")
+    for axes in (left, right):
+        axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.tight_layout()
+    return figure
+
+
+def main() -> None:
+    """Read the file, draw it, and say how far apart the curves are."""
+    parser = argparse.ArgumentParser(description="Draw the measured losses.")
+    source, picture = ASSETS / "05_losses.json", ASSETS / "05_losses.png"
+    parser.add_argument("--losses", type=Path, default=source, help="JSON to read")
+    parser.add_argument("--out", type=Path, default=picture, help="PNG file to write")
+    args = parser.parse_args()
+    if not args.out.parent.is_dir():
+        sys.exit(f"draw_losses.py: there is no folder {args.out.parent}")
+    try:
+        record = json.loads(args.losses.read_text())
+        losses, ranks = record["losses"], record["ranks"]
+    except (OSError, ValueError, KeyError):
+        sys.exit(
+            f"draw_losses.py: {args.losses} is no file that losses.py --save wrote"
+        )
+    largest = max(max(curve) for curve in differences(losses).values())
+    draw_curves(losses, ranks).savefig(args.out, metadata={})
+    if not largest < 1e-5:
+        raise RuntimeError(f"the curves are {largest} apart")
+    print(
+        f"check: {len(losses)} curves, at most {largest:.0e} apart; wrote "
+        f"{args.out.name}"
+    )
+
+
+if __name__ == "__main__":
+    main()

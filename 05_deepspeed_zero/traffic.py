@@ -1,0 +1,93 @@
+"""Two counts of what a rank sends that know nothing of DeepSpeed."""
+
+import os
+import socket
+import stat
+import struct
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# What PyTorch's dispatcher calls the collectives, and what the calls are known as. The
+# second part is where the message is among the arguments: for a gather that is what a
+# rank gives, for a reduce-scatter what it takes part in with.
+COLLECTIVES = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+}
+# Where Linux keeps these two in what it tells of a TCP connection (struct tcp_info).
+BYTES_SENT, BYTES_SENT_AGAIN = 200, 208
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """While it is active, notes every collective of this process, whoever calls it.
+
+    `calls` maps the name of a collective to the bytes of each message, where a message
+    is the whole tensor: what all ranks together end with in an all-gather, what each
+    starts with in a reduce-scatter.
+    """
+
+    def __init__(self) -> None:
+        """Start with none."""
+        super().__init__()
+        self.calls: dict[str, list[int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Note a collective, and let it and everything else go on."""
+        if func.namespace == "c10d":
+            name = func.overloadpacket.__name__
+            known, position = COLLECTIVES.get(name, (name, 0))
+            tensors = flat_tensors(args[position] if args else [])
+            count = sum(one.numel() * one.element_size() for one in tensors)
+            self.calls.setdefault(known, []).append(count)
+        return func(*args, **(kwargs or {}))
+
+
+def flat_tensors(nested: Any) -> list[torch.Tensor]:
+    """Return the tensors in a tensor, or in lists of lists of them."""
+    if isinstance(nested, torch.Tensor):
+        return [nested]
+    if isinstance(nested, (list, tuple)):
+        return [tensor for one in nested for tensor in flat_tensors(one)]
+    return []
+
+
+def tcp_bytes_sent() -> int | None:
+    """Return what this process has sent over all its TCP connections.
+
+    Linux counts it for each connection. Gloo uses TCP between any two ranks, also on
+    one machine. None where the system does not tell.
+    """
+    total = 0
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            # The folder that is being listed is itself open, and then no more.
+            with suppress(FileNotFoundError):
+                if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+                    total += sent_by(int(name))
+    except (OSError, struct.error):
+        return None
+    return total
+
+
+def sent_by(descriptor: int) -> int:
+    """Return what went out over one socket without repetitions; 0 if it is not TCP."""
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        if connection.type != socket.SOCK_STREAM or connection.family not in {
+            socket.AF_INET,
+            socket.AF_INET6,
+        }:
+            return 0
+        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    sent, again = struct.unpack_from("QQ", told, BYTES_SENT)
+    return sent - again

@@ -1,0 +1,294 @@
+"""Chapter 05: what a rank holds and sends, and what the calculator makes of it."""
+
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launch import ROOT, deepspeed, torchrun
+from scripts import load_chapter
+from worker_pool import WorkerPool
+
+CHAPTER = "05_deepspeed_zero"
+WIDTH, LAYERS, RANKS = 256, 2, 3
+SIZES = ["--width", WIDTH, "--layers", LAYERS]
+
+
+def module(name: str) -> ModuleType:
+    return load_chapter(CHAPTER)[name]
+
+
+@pytest.fixture(scope="session")
+def held(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """Return for each of three ranks what held.py counted, four stages twice."""
+    path = tmp_path_factory.mktemp("held") / "held.json"
+    script = ROOT / CHAPTER / "held.py"
+    result = torchrun(script, *SIZES, "--json", path, nproc=RANKS, timeout=240)
+    assert result.returncode == 0, result.output
+    assert re.search(r"^check: 24 counts .* 0\.0% apart", result.stdout, re.M)
+    return json.loads(path.read_text())[str(RANKS)]
+
+
+def bytes_of(results: list[dict[str, Any]], precision: str, kind: str) -> list[int]:
+    """Return one kind's bytes in stages 0 to 3."""
+    chosen = [one for one in results if one["precision"] == precision]
+    assert [one["stage"] for one in chosen] == [0, 1, 2, 3]
+    return [one["held"][kind] for one in chosen]
+
+
+def test_every_rank_holds_what_the_paper_says(held: Any) -> None:
+    # Written out here from the paper, so as not to ask the chapter's own formula.
+    third = pytest.approx(1 / RANKS, rel=0.01)
+    assert len(held) == RANKS
+    for results in held:
+        n = results[0]["parameters"]
+        states = [b / n for b in bytes_of(results, "bf16", "optimizer")]
+        assert states[0] == pytest.approx(12, rel=0.01)
+        assert [one / 12 for one in states[1:]] == [third] * 3
+        weights = [b / n for b in bytes_of(results, "bf16", "parameters")]
+        assert weights[:3] == [pytest.approx(2, rel=0.01)] * 3
+        assert weights[3] / 2 == third
+        gradients = [b / n for b in bytes_of(results, "bf16", "gradients")]
+        assert gradients[:2] == [pytest.approx(2, rel=0.01)] * 2
+        assert gradients[3] / 2 == third
+
+
+def test_deepspeed_keeps_a_copy_of_its_share_in_float32_too(held: Any) -> None:
+    for results in (held[0], held[RANKS - 1]):
+        n = results[0]["parameters"]
+        states = [b / n for b in bytes_of(results, "fp32", "optimizer")]
+        # Adam's two averages alone are 8 bytes; with the copy it is 12.
+        assert states[0] == pytest.approx(8, rel=0.01)
+        assert states[1:] == [pytest.approx(12 / RANKS, rel=0.01)] * 3
+
+
+def test_a_tensor_cut_in_two_leaves_its_gradient_on_both_ranks(held: Any) -> None:
+    whole = [b for one in held for b in bytes_of(one, "bf16", "gradients")[2:3]]
+    n = held[0][0]["parameters"]
+    # Two cuts on three ranks: at most two of the largest tensor are held twice.
+    assert 2 * n < sum(whole) <= 2 * n + 2 * 2 * (3 * WIDTH * WIDTH)
+
+
+def test_small_tensors_stay_on_every_rank_in_stage_3(held: Any) -> None:
+    for results in (held[0], held[1], held[2]):
+        gathered = bytes_of(results, "bf16", "gathered")
+        assert gathered[:3] == [0, 0, 0]
+        # At width 256 these are all of attention, the norms and the embedding.
+        small = sum(n for n in model_sizes() if n < 100_000)
+        assert gathered[3] == pytest.approx(2 * small, rel=0.02)
+
+
+def model_sizes() -> list[int]:
+    """Return the number of values in each tensor of the model that is measured."""
+    config = module("sized_qwen").sized_config(WIDTH, LAYERS)
+    return module("will_it_fit").tensor_sizes_of(config)
+
+
+def test_process_grows_by_what_is_counted(held: Any) -> None:
+    for results in (held[0], held[1], held[2]):
+        for result in (results[0], results[1], results[4], results[5]):
+            counted = sum(result["held"][k] for k in module("live_tensors").LIVE_KINDS)
+            assert abs(result["held"]["process"] - counted) < 0.05 * counted + 5e6
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_calculator_agrees_with_what_is_measured(held: Any, precision: str) -> None:
+    fit, sized = module("will_it_fit"), module("sized_qwen")
+    sizes = model_sizes()
+    few = sized.buckets_for(sum(sizes), WIDTH)
+    job = fit.Job(
+        sizes,
+        sized.sized_config(WIDTH, LAYERS),
+        precision,
+        bucket=few["reduce_bucket_size"],
+        live=0,
+    )
+    for stage in range(4):
+        worked_out = fit.bytes_on_a_rank(job, stage, RANKS)
+        kinds = [kind for kind in fit.ALL_KINDS if kind != "activations"]
+        measured = sum(bytes_of(held[0], precision, kind)[stage] for kind in kinds)
+        assert sum(worked_out[k] for k in kinds) == pytest.approx(measured, rel=0.03)
+
+
+def test_default_buckets_make_every_higher_stage_larger() -> None:
+    script = ROOT / CHAPTER / "held.py"
+    words = ["--width", 128, "--layers", 1, "--default-buckets", "--precision", "bf16"]
+    result = deepspeed(script, *words, timeout=240)
+    assert result.returncode == 0, result.output
+    rows = re.findall(r"^ +([0-3])((?: +[\d.]+){9})$", result.stdout, re.M)
+    in_all = [float(numbers.split()[6]) for _, numbers in rows]
+    assert len(in_all) == 4
+    assert min(in_all[1:]) > 1000 > 10 > in_all[0]
+    # On the CPU, memory that nobody has touched is not taken.
+    assert max(float(numbers.split()[8]) for _, numbers in rows) < 20
+    assert "6 of 8 counts hold a bucket of 500,000,000 values; 6 are" in result.stdout
+
+
+def test_deepspeed_sends_3_where_the_paper_sends_2() -> None:
+    script = ROOT / CHAPTER / "sent.py"
+    result = torchrun(script, *SIZES, nproc=3, timeout=240)
+    assert result.returncode == 0, result.output
+    found = re.findall(
+        r"these need ([\d.]+) times .*, gloo sent ([\d.]+)", result.stdout
+    )
+    needed = [float(one) for one, _ in found]
+    assert needed[:5] == [2, 3, 2, 3, 2]
+    assert needed[5] == pytest.approx(2.72, abs=0.01)
+    sent = [float(one) for _, one in found]
+    # A reduce costs 1 + 1 / 3 on three ranks of gloo, a reduce-scatter 2.
+    assert sent == pytest.approx([2, 3, 2 + 1 / 3, 3, 2 + 1 / 3, 3.72], rel=0.05)
+    assert re.search(
+        r"^check: 42 counts .* 0 wrong; .* in 6 of 6$", result.stdout, re.M
+    )
+
+
+def count_collectives() -> dict[str, tuple[list[int], int]]:
+    """Return the messages and TCP bytes of some collectives of 3,000,000 bytes."""
+    traffic, world_size = module("traffic"), dist.get_world_size()
+    message = torch.ones(750_000)
+    share = torch.ones(750_000 // world_size)
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(message),
+        "all_gather": lambda: dist.all_gather_single(message, share),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(share, message),
+        "reduce": lambda: dist.reduce(message, dst=0),
+    }
+    found = {}
+    for name, call in calls.items():
+        dist.barrier()
+        before = traffic.tcp_bytes_sent()
+        with traffic.CollectiveCounter() as counter:
+            call()
+        dist.barrier()  # now all that was to be received has been sent
+        sent = torch.tensor(float(traffic.tcp_bytes_sent() - before))
+        dist.all_reduce(sent)
+        found[name] = (counter.calls[name], int(sent))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gloo_reduce_scatter_sends_as_much_as_an_all_reduce(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    times: dict[str, float] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 2}
+    times["reduce"] = 1 + 1 / world_size
+    results = worker_pool.run(count_collectives, world_size=world_size, timeout=120)
+    assert len(results) == world_size
+    for found in results:
+        for name in ("all_reduce", "all_gather", "reduce_scatter", "reduce"):
+            messages, sent = found[name]
+            assert messages == [3_000_000]
+            once = (world_size - 1) * 3_000_000
+            assert sent / once == pytest.approx(times[name], rel=0.02), name
+
+
+def test_views_are_counted_once_and_gradients_are_found() -> None:
+    live = module("live_tensors")
+    before = live.live_storages([])
+    whole = torch.zeros(1000, requires_grad=True)
+    parts = [whole.detach()[:500], whole.detach().view(10, 100)]
+    whole.sum().backward()
+    gradient = whole.grad
+    assert gradient is not None
+    after = live.live_storages([gradient])
+    new = {place: n for place, n in after.items() if before.get(place) != n}
+    assert new[whole.untyped_storage().data_ptr()] == 4000
+    assert new[gradient.untyped_storage().data_ptr()] == 4000
+    assert sum(new.values()) == 8000
+    assert len(parts) == 2
+
+
+def test_calculator_gives_the_known_counts_of_qwen2() -> None:
+    fit, proof = module("will_it_fit"), module("proof")
+    sizes = fit.tensor_sizes_of(fit.named_shape("1.5B"))
+    assert sum(sizes) == 1_543_714_304
+    assert [proof.expected_count(sizes, stage, 2) for stage in range(3)] == [
+        1_543_714_304,
+        771_857_152,
+        771_857_152,
+    ]
+    assert sum(fit.tensor_sizes_of(fit.named_shape("7B"))) == 7_615_616_512
+    job = fit.Job(sizes, fit.named_shape("1.5B"), bucket=1, live=0)
+    # 2 + 2 + 12 bytes, and 2 + 2 + 12 / 2.
+    states = [fit.bytes_on_a_rank(job, stage, 2)["optimizer"] for stage in (0, 1)]
+    assert states == [12 * 1_543_714_304, 6 * 1_543_714_304]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_estimate_of_activations_is_near_what_autograd_keeps(precision: str) -> None:
+    fit, sized = module("will_it_fit"), module("sized_qwen")
+    model = sized.new_model(WIDTH, LAYERS)
+    model = model.bfloat16() if precision == "bf16" else model
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    inputs = torch.randint(256, (2, 64))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(input_ids=inputs, labels=inputs)
+    keep(output.logits)
+    storages = {place: one for place, one in kept.items() if place not in weights}
+    measured = sum(one.untyped_storage().nbytes() for one in storages.values())
+    config = sized.sized_config(WIDTH, LAYERS)
+    job = fit.Job([1], config, precision, seq_length=64, micro_batch_size=2)
+    assert fit.activation_bytes(job) == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "line"),
+    [
+        (
+            "held",
+            ["--width=100"],
+            "held.py: --width must be a multiple of 128, not 100",
+        ),
+        ("held", ["--json=no/x.json"], "held.py: --json no/x.json: there is no folder"),
+        ("sent", [], "sent.py: one rank sends nothing; deepspeed --num_gpus=2 starts"),
+        (
+            "sent",
+            ["--layers=0"],
+            "sent.py: argument --layers: '0' is not a whole number",
+        ),
+        ("will_it_fit", ["--ranks=x"], "will_it_fit.py: argument --ranks: 'x' is not"),
+        ("will_it_fit", ["--model=no/x"], "will_it_fit.py: --model no/x: there is no"),
+    ],
+)
+def test_bad_input_is_one_line(
+    script: str,
+    words: list[str],
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chapter = module(script)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("sys.argv", [f"{script}.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        chapter.main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert error.startswith(line)
+    assert error.count("\n") == 1
+
+
+def test_calculator_reads_a_config_that_save_pretrained_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module("sized_qwen").sized_config(WIDTH, LAYERS).save_pretrained(tmp_path)
+    words = ["will_it_fit.py", "--model", str(tmp_path), "--offload=all"]
+    monkeypatch.setattr("sys.argv", words)
+    module("will_it_fit").main()
+    printed = capsys.readouterr().out
+    assert f"{sum(model_sizes()):,} parameters on the meta device" in printed
+    assert printed.count("--offload all exists from stage 3 on") == 3

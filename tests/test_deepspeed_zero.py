@@ -1,0 +1,440 @@
+"""Chapter 05: the stages of ZeRO come to what one process would have come to."""
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launch import ROOT, Result, clean_environment, python, run, torchrun
+from scripts import load_chapter
+from worker_pool import WorkerPool
+
+CHAPTER = "05_deepspeed_zero"
+FOLDER = ROOT / CHAPTER
+PARAMETERS = 427_136
+BLOCK = 64
+Pools = Callable[[int], WorkerPool]
+
+
+# --- What runs on each rank. ----------
+
+
+def prepare() -> dict[str, Any]:
+    """Import the chapter, and let DeepSpeed forget an earlier job's process group."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed.comm.comm
+    from deepspeed.utils import groups
+
+    deepspeed.comm.comm.cdb = None
+    importlib.reload(groups)
+    return load_chapter(CHAPTER)
+
+
+def make_engine(stage: int, **changes: Any) -> Any:
+    """Return an engine as stage_N.py makes it; `changes` go to the config."""
+    modules = load_chapter(CHAPTER)
+    config = json.loads(json.dumps(modules[f"stage_{stage}"].CONFIG)) | changes
+    modules["start"].choose_parts(config, torch.device("cpu"), False)
+    import deepspeed
+
+    model = modules["qwen"].small_model()
+    return deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )[0]
+
+
+def train(engine: Any, steps: int, shift: int = 0) -> tuple[list[float], torch.Tensor]:
+    """Train as the stage scripts do; return the mean losses and the text.
+
+    With `shift`, the ranks after the first take samples of another step.
+    """
+    modules = load_chapter(CHAPTER)
+    data, proof = modules["data"], modules["proof"]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tokens = data.to_tokens(data.read_text(None), None, BLOCK)
+    losses = []
+    for step in range(steps):
+        batch = data.global_batch(tokens, step + shift * rank, 8 * world_size, BLOCK)
+        inputs = data.own_rows(batch, rank, world_size)
+        loss = engine(input_ids=inputs, labels=inputs).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(proof.mean_over_ranks(loss))
+    return losses, tokens
+
+
+def all_stages(steps: int) -> list[tuple[list[str], list[int], list[float], str]]:
+    """Train with every stage; return its lines, counts, losses and its check."""
+    modules, results = prepare(), []
+    proof = modules["proof"]
+    for stage in range(4):
+        engine = make_engine(stage)
+        lines = proof.describe_ranks(engine)
+        losses, tokens = train(engine, steps)
+        counts = [proof.optimizer_count(engine), proof.adam_count(engine)]
+        untrained = modules["qwen"].small_model()
+        result = proof.check_engine(engine, untrained, tokens, BLOCK, losses)
+        results.append((lines, counts, losses, result))
+        engine.destroy()
+    return results
+
+
+def check_after(stage: int, mistake: str) -> str:
+    """Make a mistake, and return what the check of the stage scripts says to it."""
+    modules = prepare()
+    changes = {"gradient_clipping": 0.0} if mistake == "other clipping" else {}
+    engine = make_engine(stage, **changes)
+    losses, tokens = train(engine, 3, shift=1 if mistake == "wrong samples" else 0)
+    if mistake == "other clipping":
+        engine.gradient_clipping = lambda: 1.0
+    if mistake == "own loss":
+        losses[0] += 1e-3 * (dist.get_rank() + 1)
+    if mistake == "one weight":
+        with torch.no_grad():
+            next(engine.module.parameters())[0, 0] += 1e-6 * dist.get_rank()
+    if mistake == "lost states":
+        engine.optimizer.optimizer.state.clear()
+    untrained = modules["qwen"].small_model()
+    try:
+        modules["proof"].check_engine(engine, untrained, tokens, BLOCK, losses)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
+    """Leave out what is often taken for harmless to leave out."""
+    prepare()
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "Adam", "params": {"lr": 3e-3}},
+        "zero_optimisation": {"stage": 3},
+    }
+    modules = load_chapter(CHAPTER)
+    modules["start"].choose_parts(config, torch.device("cpu"), False)
+    import deepspeed
+
+    model = modules["qwen"].small_model()
+    path = Path(folder, "config.json")
+    path.write_text(json.dumps(config | {"zero_optimization": {"stage": 2}}))
+    engines = [
+        deepspeed.initialize(model=m, model_parameters=m.parameters(), config=c)[0]
+        for m, c in [(model, config), (modules["qwen"].small_model(), str(path))]
+    ]
+    return {
+        "clipping": engines[0].gradient_clipping(),
+        "stage": engines[0].zero_optimization_stage(),
+        "stage from file": engines[1].zero_optimization_stage(),
+        "adam": type(engines[0].optimizer).__name__,
+        "problem": modules["config_keys"].unknown_key(config),
+        "nested": modules["config_keys"].unknown_key(
+            {"zero_optimization": {"stge": 1}}
+        ),
+        "own": [
+            modules["config_keys"].unknown_key(modules[f"stage_{stage}"].CONFIG)
+            for stage in range(4)
+        ],
+    }
+
+
+def save_resume_damage(folder: str) -> tuple[list[str], str, str]:
+    """Save in both families of stages and resume; damage a shard and lose another."""
+    modules, said = prepare(), []
+    script, device = modules["checkpoints"], torch.device("cpu")
+    tokens = modules["data"].to_tokens(modules["data"].read_text(None), None, BLOCK)
+    base = Path(folder)
+    for stage in (1, 3):
+        if dist.get_rank() == 0:
+            (base / str(stage)).mkdir()
+        dist.barrier()
+        said.append(script.save_and_resume(base / str(stage), stage, tokens, 4, device))
+        assert script.what_is_wrong(base / str(stage)) == ""
+        if dist.get_rank() == 0:
+            record = json.loads((base / str(stage) / script.RECORD).read_text())
+            loss = record["losses"][0]
+            said.append(script.consolidate(base / str(stage), tokens, loss, 2))
+        dist.barrier()
+    shard = base / "1" / "half" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    if dist.get_rank() == 0:
+        os.truncate(shard, 1000)
+    dist.barrier()
+    cut = script.what_is_wrong(base / "1")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shard.unlink()
+    dist.barrier()
+    return said, cut, script.what_is_wrong(base / "1")
+
+
+def write_checkpoints(folder: str) -> None:
+    """Write a checkpoint with its tokenizer, and others that lack something."""
+    import shutil
+
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Model
+
+    qwen, base = load_chapter(CHAPTER)["qwen"], Path(folder)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    qwen.small_model(seed=1).save_pretrained(base / "no tokenizer")
+    shutil.copytree(base / "no tokenizer", base / "good")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(base / "good")
+    Qwen2Model(qwen.small_config()).save_pretrained(base / "no output layer")
+    shutil.copytree(base / "good", base / "cut")
+    weights = base / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    (base / "empty").mkdir()
+
+
+def answers(folder: str) -> dict[str, str]:
+    """Return what load_checkpoint says to each folder."""
+    modules, said = prepare(), {}
+    write_checkpoints(folder)
+    for path in [*sorted(Path(folder).iterdir()), Path(folder, "nothing")]:
+        try:
+            modules["qwen"].load_checkpoint(str(path), 1, 2, 10**9)
+            said[path.name] = ""
+        except ValueError as error:
+            said[path.name] = str(error).removeprefix(f"--model {path}: ")
+    try:
+        modules["qwen"].load_checkpoint(f"{folder}/good", 1, 2, 10**6)
+    except ValueError as error:
+        said["too large"] = str(error).removeprefix(f"--model {folder}/good ")
+    return said
+
+
+# --- The scripts, as a user starts them. ----------
+
+
+@pytest.fixture(scope="module")
+def zero_pools() -> Iterator[Callable[[int], WorkerPool]]:
+    """Return warm workers for a number of ranks.
+
+    DeepSpeed remembers how many ranks there were. A process that has been the only rank
+    averages wrongly as one of two, so that each number has processes of its own.
+    """
+    with contextlib.ExitStack() as stack:
+        pools: dict[int, WorkerPool] = {}
+
+        def pool_of(ranks: int) -> WorkerPool:
+            if ranks not in pools:
+                pools[ranks] = stack.enter_context(WorkerPool(ranks))
+            return pools[ranks]
+
+        yield pool_of
+
+
+def body(path: Path) -> str:
+    """Return a script without its docstring."""
+    return path.read_text().split('"""', 2)[2]
+
+
+def test_the_stages_differ_only_in_docstring_and_config() -> None:
+    first = body(FOLDER / "stage_0.py")
+    assert first.count('{"stage": 0}') == 1
+    for stage in (1, 2, 3):
+        other = body(FOLDER / f"stage_{stage}.py")
+        assert other == first.replace('{"stage": 0}', f'{{"stage": {stage}}}')
+
+
+def assert_ended_well(result: Result, stage: int, ranks: int, count: int) -> None:
+    assert result.returncode == 0, result.output
+    lines = re.findall(
+        r"^rank (\d) \| stage (\d) .* count ([\d,]+)$", result.output, re.M
+    )
+    assert lines == [(str(r), str(stage), f"{count:,}") for r in range(ranks)]
+    assert (
+        f"check: {count:,} Adam states on each of {ranks} rank(s), 0 weights differ"
+        in (result.output)
+    )
+
+
+def test_deepspeed_starts_two_ranks_while_29500_is_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    launcher = [str(Path(clean_environment()["PATH"].split(":")[0], "deepspeed"))]
+    with socket.socket() as busy:
+        try:
+            busy.bind(("127.0.0.1", 29500))  # allowed port: it is taken on purpose
+            busy.listen()
+        except OSError:
+            pass  # another job holds it already, which is as good
+        # The launcher is not told a port, so it tells its ranks 29500.
+        result = run([*launcher, "--num_gpus=2", FOLDER / "stage_1.py"], cwd=folder)
+    assert_ended_well(result, 1, 2, PARAMETERS // 2)
+    losses = re.findall(r"^step +(\d+) \| mean loss .* ([\d.]+)$", result.stdout, re.M)
+    assert [int(step) for step, _ in losses] == [1, 10]
+    assert 5.2 < float(losses[0][1]) < 5.6 and float(losses[1][1]) < 3.3
+    # Nothing of DeepSpeed's own comes between the lines of the lesson.
+    lesson = result.stdout[result.stdout.index("device: ") :]
+    own = [line for line in lesson.splitlines() if "[INFO] [launch.py" not in line]
+    assert len(own) == 10, own
+    assert "Warning" not in result.stderr
+
+
+def test_torchrun_starts_three_ranks_and_a_checkpoint(
+    tmp_path: Path, zero_pools: Pools
+) -> None:
+    zero_pools(1).run(write_checkpoints, str(tmp_path), world_size=1, timeout=60)
+    model = f"--model={tmp_path / 'good'}"
+    result = torchrun(FOLDER / "stage_3.py", "--steps=2", model, nproc=3)
+    count = int(
+        re.findall(r"parameter count ([\d,]+)$", result.output, re.M)[0].replace(
+            ",", ""
+        )
+    )
+    # 26 tensors, each padded to a multiple of three.
+    assert PARAMETERS < 3 * count < PARAMETERS + 3 * 26
+    assert_ended_well(result, 3, 3, count)
+    assert "each of 26 tensors divided by 3 ranks" in result.output
+
+
+ONE_RANK = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import stage_1
+stage_1.leave_group = lambda: print("torch._inductor.compile_fx" in sys.modules)
+stage_1.main()
+"""
+
+
+def test_one_rank_without_a_compiler_says_what_it_does_and_starts_fast() -> None:
+    environment = clean_environment(CXX="/nowhere/c++")
+    command = [FOLDER, "--steps=2", "--fused"]
+    result = python("-c", ONE_RANK, *command, env=environment)
+    assert_ended_well(result, 1, 1, PARAMETERS)
+    assert (
+        "compiled: nothing, because there is no C++ compiler (/nowhere/c++); "
+        "PyTorch's Adam instead" in result.stdout
+    )
+    assert "one rank: nothing can be divided; this starts two:" in result.stdout
+    # The import that would cost two seconds has not taken place.
+    assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_bad_input_is_one_line() -> None:
+    for arguments, expected in (
+        (["--steps=0"], "argument --steps: '0' is not a whole number of 1 or more"),
+        (["--text=/nowhere"], "--text /nowhere: No such file or directory"),
+        (["--model=/no/such/model"], "--model /no/such/model: there is no such folder"),
+    ):
+        result = python(FOLDER / "stage_0.py", *arguments)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert result.stderr == f"stage_0.py: {expected}\n"
+
+
+# --- What the pages say. ----------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_all_stages_equal_one_process(world_size: int, zero_pools: Pools) -> None:
+    by_rank = zero_pools(world_size).run(
+        all_stages, 4, world_size=world_size, timeout=150
+    )
+    assert len(by_rank) == world_size
+    padded = -(-PARAMETERS // (2 * world_size)) * 2
+    for results in by_rank:
+        assert [stage for stage in results if len(stage[2]) != 4] == []
+        for stage, (lines, counts, losses, result) in enumerate(results):
+            expected = PARAMETERS if stage == 0 else padded
+            if stage == 3:
+                expected = PARAMETERS // world_size  # each tensor divides evenly
+            assert counts == [expected, expected]
+            assert len(lines) == world_size + (2 if world_size == 1 else 1)
+            apart = max(abs(a - b) for a, b in zip(losses, results[0][2], strict=True))
+            assert apart < 1e-5
+            assert f"{expected:,} Adam states on each of {world_size} rank(s)" in result
+        assert len(results) == 4
+
+
+@pytest.mark.parametrize(
+    ("stage", "mistake", "words"),
+    [
+        (1, "wrong samples", r"weights [1-9]e-0[12] \(limit"),
+        (3, "wrong samples", r"weights [1-9]e-0[12] \(limit"),
+        (2, "other clipping", r"losses [1-9]e-0[1-4] from one"),
+        (0, "own loss", r"losses [12]e-03 from one"),
+        (1, "one weight", r"[1-9]\d* weights differ between ranks"),
+        (2, "lost states", r"213,568 Adam states"),
+    ],
+)
+def test_the_check_finds(
+    stage: int, mistake: str, words: str, zero_pools: Pools
+) -> None:
+    said = zero_pools(2).run(check_after, stage, mistake, world_size=2, timeout=60)
+    assert len(said) == 2
+    for text in said:
+        assert text.startswith("not what one process computes: ")
+        assert re.search(words, text), text
+
+
+def test_deepspeed_clips_and_overlooks_unless_told(
+    zero_pools: Pools, tmp_path: Path
+) -> None:
+    (found,) = zero_pools(1).run(
+        settings_nobody_asked_for, str(tmp_path), world_size=1, timeout=60
+    )
+    assert found["clipping"] == 1.0
+    # A misspelt key leaves the default in force, and nobody is told.
+    assert found["stage"] == 0
+    assert found["stage from file"] == 2
+    assert found["adam"] == "AdamW"
+    assert found["problem"] == (
+        "unknown key 'zero_optimisation'; did you mean 'zero_optimization'?"
+    )
+    assert (
+        found["nested"]
+        == "zero_optimization: unknown key 'stge'; did you mean 'stage'?"
+    )
+    assert found["own"] == ["", "", "", ""]
+
+
+def test_a_model_that_cannot_be_trained_is_named_in_one_line(
+    zero_pools: Pools, tmp_path: Path
+) -> None:
+    (said,) = zero_pools(1).run(answers, str(tmp_path), world_size=1, timeout=60)
+    assert said == {
+        "good": "",
+        "no tokenizer": "no tokenizer there; tokenizer.save_pretrained writes one",
+        "no output layer": "Qwen2Model is not a causal language model",
+        "cut": "the weights are missing or damaged",
+        "empty": "no checkpoint in that folder, that transformers can read",
+        "nothing": "there is no such folder",
+        "too large": "has 427,136 parameters: stage 1 on 2 rank(s) takes 0.00598 GB on "
+        "each before activations, and 0.001 GB are free for each; a model of 71,429 "
+        "parameters would fit, or use a higher stage or more machines",
+    }
+
+
+def test_shards_resume_to_the_last_bit_and_a_damaged_one_is_named(
+    zero_pools: Pools, tmp_path: Path
+) -> None:
+    (said, cut, lost), (said_by_one, *_) = zero_pools(2).run(
+        save_resume_damage, str(tmp_path), world_size=2, timeout=60
+    )
+    exact = "2 losses after the restart are the same to the last bit"
+    assert said_by_one == [exact, exact]
+    assert said[::2] == [exact, exact]
+    for text in (said[1], said[3]):
+        assert re.fullmatch(
+            r"joined weights in transformers alone, loss \de[+-]\d\d apart", text
+        )
+    name = f"{tmp_path}/1/half/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    assert re.fullmatch(
+        re.escape(name)
+        + r" has 1,000 bytes and was saved with 2,5\d\d,\d\d\d; nothing "
+        "was loaded or changed",
+        cut,
+    )
+    assert lost.startswith(f"{name} has 0 bytes")
