@@ -1,0 +1,206 @@
+"""Chapter 04: who dies, who is told, and that nothing is left running."""
+
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from launch import ROOT, clean_environment, free_port
+from scripts import load_chapter
+
+CHAPTER = "04_rpc_parameter_server"
+TRAIN = ROOT / CHAPTER / "train.py"
+NAMES = ["master", "parameter server", "trainer 0", "trainer 1"]
+PATIENCE = 60  # seconds; generous, because other tests may hold the cores
+
+
+class Run:
+    """Processes that this test started, found by a mark in their environment."""
+
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self.mark = uuid.uuid4().hex
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Start train.py; both streams go to one pipe."""
+        process = subprocess.Popen(
+            [sys.executable, str(TRAIN), *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            # The README says to set the second one in each terminal.
+            env=clean_environment(RPC_TEST_MARK=self.mark, TORCH_CPP_LOG_LEVEL="ERROR"),
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        self.started.append(process)
+        return process
+
+    def alive(self) -> list[psutil.Process]:
+        """Return all that still runs, in the order in which it was started."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                if (
+                    process.environ().get("RPC_TEST_MARK") == self.mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
+                    found.append(process)
+        return sorted(found, key=lambda process: (process.create_time(), process.pid))
+
+    def wait_until_empty(self, seconds: float) -> list[str]:
+        """Wait until nothing runs any more; name what does after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while (alive := self.alive()) and time.monotonic() < deadline:
+            for process in self.started:
+                process.poll()
+            time.sleep(0.1)
+        return [str(process) for process in alive]
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    """Give a test its processes, and end them after it."""
+    processes = Run()
+    yield processes
+    for one in processes.alive():
+        with suppress(psutil.Error):
+            one.kill()
+    for process in processes.started:
+        process.communicate()
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> None:
+    """Read a process's lines up to one that holds the text."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return
+    pytest.fail(f"ended without {text!r}: {lines}")
+
+
+def roles_of(run: Run, launcher: int) -> dict[str, psutil.Process]:
+    """Tell which process has which role: they are started in the order of NAMES."""
+    servers = [p for p in run.alive() if p.ppid() == launcher and p.children()]
+    (fork_server,) = [p for p in servers if len(p.children()) == len(NAMES)]
+    children = sorted(fork_server.children(), key=lambda p: (p.create_time(), p.pid))
+    return dict(zip(NAMES, children, strict=True))
+
+
+@pytest.mark.parametrize("victim", ["trainer 1", "parameter server"])
+def test_a_killed_role_is_named_once_and_nobody_is_left(
+    run: Run, victim: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "table.pt"
+    process = run.start("--epochs=1000", f"--table={path}")
+    read_until(process, "untrained")
+    time.sleep(random.random())
+    roles_of(run, process.pid)[victim].kill()
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    named = [line for line in output.splitlines() if "killed by SIGKILL" in line]
+    assert named == [f"{victim} was killed by SIGKILL; ending all others"]
+    assert "Traceback" not in output
+    assert run.wait_until_empty(3) == []
+    # The server is told to end, and saves; if it was the victim, it could not.
+    assert path.exists() == (victim != "parameter server")
+
+
+def test_roles_end_when_their_launcher_is_killed(run: Run) -> None:
+    process = run.start("--epochs=1000")
+    read_until(process, "untrained")
+    assert len(roles_of(run, process.pid)) == 4
+    process.kill()
+    assert run.wait_until_empty(PATIENCE) == []
+
+
+def test_a_kill_while_they_start_leaves_nobody(run: Run) -> None:
+    process = run.start("--epochs=1000")
+    while len(run.alive()) < 4:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert run.wait_until_empty(3) == []
+
+
+def test_a_signal_saves_the_table_whole(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "table.pt"
+    process = run.start("--epochs=1000", f"--table={path}")
+    read_until(process, "epoch 0")
+    process.terminate()
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert f"parameter server: table saved to {path}\n" in output
+    assert "Traceback" not in output
+    modules = load_chapter(CHAPTER)
+    saved = modules["table"].load_table(path)
+    start = modules["model"].Table(2**15, 32, 0).weight.detach()
+    assert saved.shape == start.shape
+    assert 1000 < int((saved != start).any(dim=1).sum()) < 10_000
+    assert bool(torch.isfinite(saved).all())
+    assert run.wait_until_empty(3) == []
+
+
+def test_in_separate_terminals_everyone_names_the_one_who_died(run: Run) -> None:
+    words = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    words.append("--epochs=1000")
+    master = run.start("--role=master", *words)
+    server = run.start("--role=parameter_server", *words)
+    trainers = [
+        run.start("--role=trainer", f"--rank={rank}", *words) for rank in range(2)
+    ]
+    read_until(trainers[0], "untrained")
+    time.sleep(random.random())
+    server.kill()
+    for name, process in zip(NAMES[:1] + NAMES[2:], [master, *trainers], strict=True):
+        output, _ = process.communicate(timeout=PATIENCE)
+        line = f"{name}: parameter server has died or cannot be reached; ending\n"
+        assert output.count(line) == 1
+        assert "Traceback" not in output
+        assert process.returncode == 3
+    assert len(trainers) == 2
+    assert run.wait_until_empty(3) == []
+
+
+def test_who_does_not_come_is_named_by_those_who_did(run: Run) -> None:
+    words = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    master = run.start("--role=master", "--patience=6", *words)
+    trainer = run.start("--role=trainer", "--rank=0", "--patience=6", *words)
+    output = [process.communicate(timeout=PATIENCE)[0] for process in (master, trainer)]
+    missing = "parameter server, trainer 1 did not come within 6 s; ending"
+    assert output[0] == f"master: {missing}\n"
+    # The trainer may find that the master has given up already.
+    gone = "trainer 0: master has died or cannot be reached; ending\n"
+    assert output[1] in (f"trainer 0: {missing}\n", gone)
+    assert run.wait_until_empty(3) == []
+
+
+def test_a_port_in_use_and_an_absent_master_are_one_line_each(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ["--master-addr=127.0.0.1", f"--master-port={port}"]
+        output, _ = run.start("--role=master", *words).communicate(timeout=PATIENCE)
+    assert output == (
+        f"train.py: cannot listen at 127.0.0.1:{port}: Address already in use; "
+        "choose another --master-port\n"
+    )
+    process = run.start("--role=parameter_server", "--patience=0.5", *words)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert output == f"train.py: no master at 127.0.0.1:{port} after 0.5 s\n"
+    assert process.returncode == 2

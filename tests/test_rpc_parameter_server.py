@@ -1,0 +1,294 @@
+"""Chapter 04: a model in three kinds of process, held against one process alone."""
+
+import hashlib
+import json
+import os
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from launch import ROOT, Result, free_port, python
+from scripts import load_chapter
+
+CHAPTER = "04_rpc_parameter_server"
+TRAIN = ROOT / CHAPTER / "train.py"
+
+# A run of train.py's own processes in which every step of every trainer is recorded.
+RECORDER = """
+import hashlib
+import json
+import sys
+
+sys.path.insert(0, {chapter!r})
+import torch
+import train
+import trainer
+import world
+
+original = trainer.hybrid_step
+
+
+def recording_step(model, optimizer, batch):
+    loss = original(model, optimizer, batch)
+    record = {{"loss": loss.item()}}
+    weights = [p.detach().numpy().tobytes() for p in model.dense.parameters()]
+    record["dense"] = hashlib.sha256(b"".join(weights)).hexdigest()
+    record["looked_up"] = hashlib.sha256(batch[0].numpy().tobytes()).hexdigest()
+    if not recording_step.called:
+        recording_step.called = True
+        try:
+            model.table(batch[0], batch[1])
+        except AttributeError as error:
+            record["calling"] = str(error)
+    rank = train.dist.get_rank()
+    with open(f"{folder}/trainer{{rank}}", "a") as out:
+        print(json.dumps(record), file=out)
+    return loss
+
+
+recording_step.called = False
+
+
+def body(name, store, settings, file):
+    trainer.hybrid_step = recording_step
+    train.be_one(name, store, settings, file)
+
+
+if __name__ == "__main__":
+    settings = trainer.Settings(2, 2**15, 16, 3, None, 0.1, 0)
+    names = ["master", trainer.SERVER, "trainer0", "trainer1"]
+    world.launch(names, body, settings, None)
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, list[Any]]:
+    """Make the default run of `train.py`; return it and what each trainer recorded."""
+    folder = tmp_path_factory.mktemp("a folder")
+    script = folder / "recorder.py"
+    text = RECORDER.format(chapter=str(ROOT / CHAPTER), folder=str(folder))
+    script.write_text(textwrap.dedent(text))
+    result = python(script, timeout=120)
+    assert result.returncode == 0, result.output
+    files = [folder / f"trainer{rank}" for rank in range(2)]
+    return result, [list(map(json.loads, f.read_text().splitlines())) for f in files]
+
+
+def steps_in_epoch() -> int:
+    """Count the steps of two trainers with 16 samples each."""
+    training, _ = load_chapter(CHAPTER)["data"].load_samples()
+    return len(training) // 32
+
+
+def test_dense_part_is_the_same_on_both_trainers_after_every_step(
+    recorded: tuple[Result, list[Any]],
+) -> None:
+    of_zero, of_one = ([step["dense"] for step in one] for one in recorded[1])
+    assert len(of_zero) == 3 * steps_in_epoch()
+    assert of_zero == of_one
+    assert len(set(of_zero)) == len(of_zero)  # and each step changes it
+
+
+def test_trainers_never_share_a_batch(recorded: tuple[Result, list[Any]]) -> None:
+    batches = [step["looked_up"] for one in recorded[1] for step in one]
+    assert len(batches) == len(set(batches)) == 6 * steps_in_epoch()
+
+
+def test_printed_loss_is_the_mean_over_trainers(
+    recorded: tuple[Result, list[Any]],
+) -> None:
+    (result, trainers), steps = recorded, steps_in_epoch()
+    printed = [float(x) for x in re.findall(r"mean loss (\d\.\d+)", result.stdout)]
+    assert len(printed) == 3
+    for epoch in range(3):
+        own = [
+            sum(step["loss"] for step in one[steps * epoch :][:steps]) / steps
+            for one in trainers
+        ]
+        assert printed[epoch] == pytest.approx(sum(own) / 2, abs=1e-3)
+        assert own[0] != own[1]
+
+
+def test_accuracy_on_held_out_files_is_far_above_chance(
+    recorded: tuple[Result, list[Any]],
+) -> None:
+    chance, untrained = map(
+        float,
+        re.findall(r"chance (.*)%, untrained (.*)% right", recorded[0].stdout)[0],
+    )
+    right = [float(x) for x in re.findall(r"held out (\S+)% right", recorded[0].stdout)]
+    assert chance == pytest.approx(100 / 6, abs=0.1)
+    assert untrained < 1.5 * chance
+    assert len(right) == 3
+    assert right[-1] > 2.5 * chance
+
+
+def test_every_line_says_who_speaks_and_nothing_else_is_printed(
+    recorded: tuple[Result, list[Any]],
+) -> None:
+    lines = recorded[0].output.splitlines()
+    assert len(lines) == 11
+    speakers = ("master: ", "parameter server: ", "trainer 0: ")
+    assert [line for line in lines if not line.startswith(speakers)] == []
+    assert len([line for line in lines if line.startswith("master: check: ")]) == 3
+
+
+def test_a_remote_module_that_has_travelled_cannot_be_called(
+    recorded: tuple[Result, list[Any]],
+) -> None:
+    errors = [one[0]["calling"] for one in recorded[1]]
+    assert len(errors) == 2
+    for error in errors:
+        assert "'RemoteModule' object has no attribute '_backward_hooks'" in error
+
+
+def test_one_trainer_equals_local_training_and_a_run_resumes_from_its_table(
+    tmp_path: Path,
+) -> None:
+    steps, path = 120, tmp_path / "a table.pt"
+    start = 0.1 * torch.randn(2**15, 32, generator=torch.Generator().manual_seed(5))
+    torch.save({"table": start}, path)
+    words = ["--trainers=1", f"--max-steps={steps}", f"--table={path}"]
+    result = python(TRAIN, *words, timeout=120)
+    assert result.returncode == 0, result.output
+    ended = torch.load(path, weights_only=True)["table"]
+    # The same in one process, without a line of the chapter's training code.
+    modules = load_chapter(CHAPTER)
+    training, _ = modules["data"].load_samples(2**15)
+    dense = modules["model"].dense_part(32, 6, 0)
+    bag = torch.nn.EmbeddingBag(2**15, 32, mode="sum", _weight=start.clone())
+    optimizer = torch.optim.SGD([*bag.parameters(), *dense.parameters()], lr=0.1)
+    batches = training.batches(0, 16)
+    seen = torch.zeros(2**15, dtype=torch.bool)
+    for _ in range(steps):
+        indices, offsets, labels = next(batches)
+        optimizer.zero_grad()
+        cross_entropy(dense(bag(indices, offsets)), labels).backward()
+        optimizer.step()
+        seen[indices] = True
+    assert (ended - bag.weight.detach()).abs().max() < 1e-5
+    # Rows never looked up are those of the file, so the run did start from it.
+    assert 1000 < int(seen.sum()) < 2**15
+    assert torch.equal(ended[~seen], start[~seen])
+    assert bool((ended[seen] != start[seen]).any(dim=1).all())
+    assert not path.with_name(path.name + ".tmp").exists()
+
+
+def test_samples_are_balanced_and_no_file_is_on_both_sides() -> None:
+    data = load_chapter(CHAPTER)["data"]
+    training, held_out = data.load_samples()
+    for samples in (training, held_out):
+        counts = samples.labels.bincount()
+        assert len(counts) == 6
+        assert counts.min() == counts.max() > 100
+        assert samples.starts[-1] == len(samples.indices)
+        assert 0 <= samples.indices.min() <= samples.indices.max() < data.ROWS
+    for package in ("asyncio", "email", "importlib", "multiprocessing", "xml"):
+        train_files, held_files = map(set, data.find_sources(package))
+        assert train_files
+        assert held_files
+        assert not train_files & held_files
+    assert data.row_of("import", 2**15) == 19997  # on every machine, in every process
+
+
+def test_batches_hold_whole_samples_with_their_labels() -> None:
+    data = load_chapter(CHAPTER)["data"]
+    training, _ = data.load_samples()
+    numbers = torch.tensor([7, 0, 4000])
+    indices, offsets, labels = training.batch(numbers)
+    starts, ends = offsets.tolist(), [*offsets.tolist()[1:], len(indices)]
+    assert len(starts) == 3
+    for bag, number in enumerate([7, 0, 4000]):
+        begin, end = training.starts[number], training.starts[number + 1]
+        assert torch.equal(
+            indices[starts[bag] : ends[bag]], training.indices[begin:end]
+        )
+        assert labels[bag] == training.labels[number]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return the one line with which train.py refuses these words."""
+    options = load_chapter(CHAPTER)["options"]
+    environment = {k: v for k, v in os.environ.items() if k != "RANK"}
+    with (
+        mock.patch.object(sys, "argv", ["train.py", *words]),
+        mock.patch.dict(os.environ, environment, clear=True),
+        pytest.raises(SystemExit) as stop,
+    ):
+        options.parse_args()
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+ADDRESS = ("--master-addr=127.0.0.1", "--master-port=1234")
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--trainers=0"], "'0' is not a whole number of 1 or more"),
+        (["--lr=-1"], "'-1' is not a number above 0"),
+        (["--role=boss"], "invalid choice"),
+        (["--role=master"], "--role master needs --master-addr"),
+        (["--role=trainer", ADDRESS[0]], "--role trainer needs --master-port"),
+        (["--role=trainer", *ADDRESS], "--role trainer needs --rank"),
+        (["--role=master", "--rank=0", *ADDRESS], "no other role takes it"),
+        (["--role=trainer", "--rank=2", *ADDRESS], "--rank must be 0 to 1"),
+        (["--role=master", *ADDRESS, "--table=x"], "belongs to --role parameter"),
+        (["--master-port=1234"], "goes with --role"),
+        (["--role=master", ADDRESS[0], "--master-port=70000"], "1 to 65535"),
+        (["--table=/no/such/folder/x"], "there is no folder"),
+    ],
+)
+def test_bad_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], words: list[str], answer: str
+) -> None:
+    assert answer in refusal(capsys, *words)
+
+
+def test_a_damaged_table_is_refused_and_left_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, table = tmp_path / "table.pt", load_chapter(CHAPTER)["table"]
+    table.save_table(path, torch.ones(2**15, 32))
+    assert torch.equal(table.load_table(path), torch.ones(2**15, 32))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert "is damaged or is no table" in refusal(capsys, f"--table={path}")
+    assert path.read_bytes() == whole[: len(whole) // 2]
+    table.save_table(path, torch.ones(8, 32))
+    assert "holds a table of (8, 32)" in refusal(capsys, f"--table={path}")
+
+
+def test_a_crash_while_saving_leaves_the_old_table(tmp_path: Path) -> None:
+    path, table = tmp_path / "table.pt", load_chapter(CHAPTER)["table"]
+    table.save_table(path, torch.ones(4, 32))
+    before = hashlib.sha256(path.read_bytes()).hexdigest()
+    for name in ("fsync", "replace"):
+        with (
+            mock.patch.object(table.os, name, side_effect=OSError("power cut")),
+            pytest.raises(OSError, match="power cut"),
+        ):
+            table.save_table(path, torch.zeros(4, 32))
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == before
+
+
+def test_two_meeting_points_need_two_ports() -> None:
+    meeting, port = load_chapter(CHAPTER)["meeting"], free_port()
+    first = meeting.host_store("127.0.0.1", port)
+    assert first.port == port
+    with pytest.raises(meeting.PortTaken, match="Address already in use"):
+        meeting.host_store("127.0.0.1", port)
+    with pytest.raises(RuntimeError, match="EADDRINUSE"):
+        dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)

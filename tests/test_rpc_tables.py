@@ -1,0 +1,455 @@
+"""The table on several servers, what a lookup costs, and the table with no server."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import rpc
+
+from launch import MARK, ROOT, clean_environment
+from scripts import load_chapter
+from worker_pool import WorkerPool
+
+CHAPTER = "04_rpc_parameter_server"
+MODULES = load_chapter(CHAPTER)
+SEVERAL, SHARDED = MODULES["several_servers"], MODULES["sharded_tables"]
+SPLIT, ALONE = MODULES["split_table"], MODULES["one_process"]
+WIRE, LOOKUPS, COST = MODULES["wire"], MODULES["lookups"], MODULES["lookup_cost"]
+TABLE = MODULES["model"].Table
+
+
+# What runs on the ranks.
+
+
+NAMES = ["trainer0", "trainer1", "server0", "server1"]
+
+
+@contextmanager
+def open_rpc(folder: str) -> Iterator[str]:
+    """Let the pool's ranks call each other by RPC; yield the name of this one.
+
+    RPC finds functions by the name of their module, which `load_chapter` has hidden.
+    """
+    rank = dist.get_rank()
+    os.environ["TP_SOCKET_IFNAME"] = "lo"
+    kept = dict(sys.modules)
+    sys.modules.update(MODULES)
+    # TCP, so that there is something to count.
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{folder}/rpc",
+        rpc_timeout=30,
+        _transports=["uv"],
+        _channels=["basic"],
+    )
+    rpc.init_rpc(
+        NAMES[rank], rank=rank, world_size=len(NAMES), rpc_backend_options=options
+    )
+    try:
+        yield NAMES[rank]
+        rpc.shutdown()
+    finally:
+        for name in MODULES:
+            sys.modules.pop(name, None)
+        sys.modules.update(kept)
+
+
+def arguments(**changed: Any) -> argparse.Namespace:
+    """Return the arguments of a short run."""
+    given = {"trainers": 2, "nprocs": 2, "parameter_servers": 2, "steps": 12}
+    given |= {"batch_size": 16, "rows": 3001, "lr": 0.1} | changed
+    return argparse.Namespace(**given)
+
+
+def train_with_servers(args: argparse.Namespace) -> tuple[Any, ...]:
+    """Train with synchronous updates; return the parts and every dense part."""
+    tables = [[SEVERAL.place_part(i, args, 2)[0] for i in range(2)]]
+    other = rpc.rpc_async(
+        "trainer1", SEVERAL.train_in_turn, (tables, 1, args), timeout=0
+    )
+    results = [SEVERAL.train_in_turn(tables, 0, args), other.wait()]
+    parts = [part.remote_parameters()[0].to_here().detach() for part in tables[0]]
+    return parts, [dense for [(_, dense)] in results]
+
+
+def train_without_servers(args: argparse.Namespace) -> tuple[Any, ...]:
+    """Train with the table sharded; return the distance, the rows, the dense part."""
+    distance, model = SHARDED.train_sharded(args)
+    dense = torch.nn.utils.parameters_to_vector(model.dense.parameters())
+    return distance, model.table.own.weight.detach(), dense.detach()
+
+
+class WaitsForTheOther(torch.nn.Module):
+    """Part of a table that answers only when the other part has been asked too."""
+
+    def __init__(self, folder: str, number: int) -> None:
+        """Note where it is written down that a part was asked."""
+        super().__init__()
+        self.mine = Path(folder, f"asked {number}")
+        self.other = Path(folder, f"asked {1 - number}")
+
+    def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Return ones."""
+        self.mine.touch()
+        deadline = time.monotonic() + 15
+        while not self.other.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the other was not asked")
+            time.sleep(0.01)
+        return torch.ones(len(offsets), 1)
+
+
+def ask_two_that_wait_for_each_other(folder: str) -> list[float]:
+    """Look up in two parts that would never answer one after the other."""
+    parts = [
+        SPLIT.RemoteModule(f"server{i}", WaitsForTheOther, (folder, i))
+        for i in range(2)
+    ]
+    indices, offsets = torch.tensor([4, 5, 6]), torch.tensor([0, 2])
+    return SPLIT.SplitTable(parts)(indices, offsets).flatten().tolist()
+
+
+def use_every_way(batches: Any) -> dict[str, tuple[Any, ...]]:
+    """Train in each way; return bytes in tensors, on the wire, and all parameters."""
+    answers = {}
+    for way, train in LOOKUPS.WAYS.items():
+        line = LOOKUPS.Line(way, server="server0")
+        train(line, batches[:1])  # opens the connections
+        rpc.rpc_sync("server0", os.getpid)
+        line.bytes, before = 0, WIRE.wire_bytes()
+        train(line, batches[1:])
+        rpc.rpc_sync("server0", os.getpid)
+        counted, now = line.bytes, WIRE.wire_bytes()
+        on_wire = None if before is None or now is None else now - before
+        answers[way] = (
+            counted,
+            on_wire,
+            line.waited,
+            ALONE.flat(line.weight(), line.dense),
+        )
+    return answers
+
+
+def rpc_session(folder: str, args: argparse.Namespace, batches: Any) -> dict[str, Any]:
+    """Do all that needs RPC: the second time in a process, its RRefs do not work."""
+    with open_rpc(folder) as name:
+        dist.destroy_process_group()  # the pool's, which servers are in as well
+        if name.startswith("server"):
+            return {}
+        rank, store = NAMES.index(name), dist.FileStore(f"{folder}/trainers", 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        if rank == 1:
+            return {}
+        return {
+            "asked": ask_two_that_wait_for_each_other(folder),
+            "ways": use_every_way(batches),
+            "table": train_with_servers(args),
+        }
+
+
+# One session of RPC, in workers of its own, for the tests below.
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    """Return workers in which nobody has opened RPC before."""
+    with WorkerPool(max_ranks=4) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[Any]:
+    """Return five batches of 16 bags."""
+    return list(islice(COST.load_samples()[0].batches(0, 16), 5))
+
+
+@pytest.fixture(scope="module")
+def session(
+    pool: WorkerPool, batches: list[Any], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Return what trainer 0 found."""
+    folder = str(tmp_path_factory.mktemp("rpc"))
+    ranks = pool.run(
+        rpc_session, folder, arguments(), batches, world_size=4, timeout=120
+    )
+    assert ranks[1:] == [{}] * 3
+    return ranks[0]
+
+
+# Tables cut up by rows.
+
+
+def random_bags(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return bags of 3, 0, 20 and 1 numbers, some of them twice."""
+    indices = torch.randint(rows, (24,), generator=torch.Generator().manual_seed(1))
+    indices[4] = indices[5]
+    return indices, torch.tensor([0, 3, 3, 23])
+
+
+@pytest.mark.parametrize("owners", [1, 2, 3, 5])
+def test_the_parts_of_a_bag_add_up_to_its_sum(owners: int) -> None:
+    rows = 2 * SPLIT.BLOCK + 77  # two whole blocks and a piece
+    whole = TABLE(rows, 32, 0).weight.detach()
+    indices, offsets = random_bags(rows)
+    shares = SPLIT.split_bags(indices, offsets, owners)
+    assert len(shares) == owners
+    total, seen = torch.zeros(4, 32), 0
+    for owner, (numbers, counts) in enumerate(shares):
+        part = SPLIT.TablePart(rows, 32, 0, owner, owners)
+        assert torch.equal(part.weight, whole[owner::owners])
+        total += part(numbers, counts.cumsum(0) - counts).detach()
+        seen += len(numbers)
+    assert seen == len(indices)
+    expected = torch.nn.functional.embedding_bag(indices, whole, offsets, mode="sum")
+    torch.testing.assert_close(total, expected)
+
+
+def test_all_servers_are_asked_before_one_has_answered(session: dict[str, Any]) -> None:
+    assert session["asked"] == [2.0, 2.0]
+
+
+def test_servers_and_shards_end_with_the_table_of_one_process(
+    session: dict[str, Any], pool: WorkerPool
+) -> None:
+    args = arguments()
+    model = ALONE.train_in_one_process(
+        map(ALONE.join_batches, zip(*SEVERAL.deal_batches(args), strict=True)),
+        args.rows,
+        args.lr,
+    )
+    table = model.table.weight.detach()
+    dense = torch.nn.utils.parameters_to_vector(model.dense.parameters()).detach()
+    start = TABLE(args.rows, 32, 0).weight
+    assert (table - start).abs().max() > 1e-3  # or all would be equal for nothing
+    limit = {"rtol": 0, "atol": 1e-5}
+    parts, of_trainers = session["table"]
+    assert len(parts) == len(of_trainers) == 2
+    assert torch.equal(of_trainers[0], of_trainers[1])
+    torch.testing.assert_close(of_trainers[0], dense, **limit)
+    shards = pool.run(train_without_servers, args)
+    assert len(shards) == 2
+    for rank, (distance, own, of_rank) in enumerate(shards):
+        torch.testing.assert_close(own, table[rank::2], **limit)
+        torch.testing.assert_close(parts[rank], table[rank::2], **limit)
+        torch.testing.assert_close(own, parts[rank], **limit)
+        torch.testing.assert_close(of_rank, dense, **limit)
+        assert 0 < distance < 1e-5
+
+
+@pytest.mark.parametrize("nprocs", [1, 3, 4])
+def test_shards_are_right_on_other_numbers_of_ranks(
+    pool: WorkerPool, nprocs: int
+) -> None:
+    args = arguments(nprocs=nprocs, steps=4)
+    ranks = pool.run(train_without_servers, args, world_size=nprocs, timeout=60)
+    assert len(ranks) == nprocs
+    for rank, (distance, own, _) in enumerate(ranks):
+        assert distance < 1e-5 and len(own) == len(range(rank, 3001, nprocs))
+
+
+# What a lookup costs.
+
+
+def test_every_way_moves_the_bytes_of_its_formula_and_trains_alike(
+    session: dict[str, Any], batches: list[Any]
+) -> None:
+    answers, rows, width = session["ways"], COST.ROWS, 32
+    assert len(answers) == len(COST.WAYS) == 6
+    words = sum(len(indices) for indices, _, _ in batches[1:])
+    different = sum(len(indices.unique()) for indices, _, _ in batches[1:])
+    # Numbers of 8 bytes: words, and where each bag begins. Sums out, gradients back.
+    by_sums = 8 * words + 4 * 16 * (8 + 2 * 4 * width)
+    formulas = {
+        "whole table": 4 * rows * 4 * width + different * (8 + 4 * width),
+        "rows": different * (2 * 8 + 2 * 4 * width),
+        **dict.fromkeys(("sums", "autograd", "one call", "ahead"), by_sums),
+    }
+    rounds = [batches[:1], batches[1:]]
+    on_time, _ = ALONE.train_in_rounds(rounds, LOOKUPS.LR, late=False)
+    late, _ = ALONE.train_in_rounds(rounds, LOOKUPS.LR, late=True)
+    assert (on_time - late).abs().max() > 1e-4  # the old numbers do matter
+    assert len(formulas) == 6
+    for way, formula in formulas.items():
+        counted, on_wire, waited, end = answers[way]
+        assert counted == formula, way
+        assert waited > 0
+        if on_wire is not None:
+            assert counted < on_wire < counted + 4 * COST.MOST_AROUND, way
+        wanted = late if way == "ahead" else on_time
+        torch.testing.assert_close(end, wanted, rtol=0, atol=1e-5, msg=way)
+
+
+def test_the_wire_count_sees_every_byte_and_no_other_socket() -> None:
+    with (
+        WIRE.socket.create_server(("127.0.0.1", 0)) as listener,
+        WIRE.socket.create_connection(listener.getsockname()) as one,
+        listener.accept()[0] as other,
+    ):
+        before = WIRE.wire_bytes()
+        if before is None:
+            pytest.skip("this system does not count the bytes of a connection")
+        one.sendall(bytes(1000))
+        assert len(other.recv(1000, WIRE.socket.MSG_WAITALL)) == 1000
+        # Sent by this process, and received by it.
+        assert WIRE.wire_bytes() - before == 2000
+        left, right = WIRE.socket.socketpair()
+        with left, right:
+            left.sendall(bytes(500))
+            assert len(right.recv(500)) == 500
+            assert WIRE.wire_bytes() - before == 2000
+
+
+def test_one_call_updates_before_it_looks_up() -> None:
+    server = MODULES["row_server"].RowServer(8, 4, lr=1.0, latency=0.0)
+    bags = torch.tensor([3, 3]), torch.tensor([0])
+    before = server.sums(0, *bags)
+    after = server.update_then_sums(0, torch.ones(1, 4), (1, *bags))
+    # Row 3 is in the bag twice: it takes two steps, and is counted twice.
+    torch.testing.assert_close(after, before - 4)
+    assert server.update_then_sums(1, torch.ones(1, 4)) is None and not server.bags
+
+
+# The picture.
+
+
+def test_committed_numbers_are_those_of_the_picture() -> None:
+    draw = MODULES["draw_lookup_cost"]
+    near = json.loads((ROOT / "assets" / "04_lookup_cost.json").read_text())
+    far = json.loads((ROOT / "assets" / "04_lookup_cost_5ms.json").read_text())
+    assert [one["batch_size"] for one in near["sizes"]] == [8, 32, 128, 512]
+    assert (near["latency_ms"], far["latency_ms"]) == (0, 5)
+    counts = 0
+    for run in (near, far):
+        for one in run["sizes"]:
+            for cost in one["ways"].values():
+                around = cost["wire_bytes"] - cost["tensor_bytes"]
+                assert 0 < around < COST.MOST_AROUND
+                counts += 1
+    assert counts == 4 * 6 + 4 * 5
+    _, impossible = draw.draw_costs(near, far)
+    near["sizes"][1]["ways"]["rows"]["wire_bytes"] = 5
+    assert (impossible, draw.draw_costs(near, far)[1]) == (0, 1)
+    assert (ROOT / "assets" / "04_lookup_cost.png").stat().st_size > 10_000
+
+
+# Bad input, and bad ends.
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        (
+            SEVERAL,
+            ["--parameter-servers=0"],
+            "argument --parameter-servers: '0' is not",
+        ),
+        (
+            SEVERAL,
+            ["--trainers=99"],
+            "--parameter-servers and --trainers are at most 16",
+        ),
+        (SEVERAL, ["--batch-size=99999"], "--trainers times --batch-size is at most "),
+        (COST, ["--batch-sizes=1000"], "--batch-sizes are at most 512"),
+        (COST, ["--latency=-1"], "--latency must be from 0 to 1000, not -1"),
+        (COST, ["--json=nowhere/x"], "there is no folder nowhere"),
+        (
+            SHARDED,
+            ["--nprocs=17"],
+            "--nprocs is at most 16, and a row for each, not 17",
+        ),
+        (SHARDED, ["--lr=nan"], "argument --lr: 'nan' is not a number above 0"),
+        (SHARDED, ["--batch-size=99999"], "--nprocs times --batch-size is at most "),
+    ],
+)
+def test_scripts_refuse_in_one_line(
+    script: Any,
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *words])
+    with pytest.raises(SystemExit) as refusal:
+        script.parse_args()
+    printed = capsys.readouterr()
+    assert refusal.value.code == 2 and printed.out == ""
+    assert printed.err.startswith(f"{script.__name__}.py: {message}")
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", [SEVERAL, COST, SHARDED])
+def test_scripts_refuse_a_launcher(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py"])
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as refusal:
+        script.parse_args()
+    assert refusal.value.code == 2
+    assert "start it with python, not torchrun" in capsys.readouterr().err
+
+
+def processes_with(mark: str) -> list[psutil.Process]:
+    """Return the living processes that carry a mark in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != "zombie":
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "number"),
+    # Options for a run that would last for minutes.
+    [
+        (
+            "lookup_cost",
+            ["--rounds=30", "--batch-sizes", "1", *["512"] * 8],
+            signal.SIGKILL,
+        ),
+        ("sharded_tables", ["--steps=30000"], signal.SIGINT),
+    ],
+)
+def test_nothing_outlives_the_launcher(
+    script: str, options: list[str], number: int
+) -> None:
+    mark = f"{os.environ.get(MARK, '')}{script}-{os.getpid()}/"
+    with subprocess.Popen(
+        [sys.executable, f"{CHAPTER}/{script}.py", *options],
+        cwd=ROOT,
+        env=clean_environment(**{MARK: mark}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A test run in the background has Ctrl-C switched off; a reader has not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as launcher:
+        try:
+            assert launcher.stdout is not None and launcher.stderr is not None
+            assert launcher.stdout.readline()  # all processes have met by then
+            assert len(processes_with(mark)) >= 3
+            launcher.send_signal(number)
+            deadline = time.monotonic() + 20
+            while processes_with(mark) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert processes_with(mark) == []
+            assert launcher.wait() == -number
+            assert launcher.stderr.read() == ""
+        finally:
+            for process in processes_with(mark):
+                process.kill()
