@@ -18,6 +18,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+# Imported late, by an optimizer or DDP, this would hold the group beyond its end, and
+# the process might abort when it ends: chapter 03, "What people get wrong".
+import torch.distributed.nn
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.functional import mse_loss

@@ -24,6 +24,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+# Imported late, by an optimizer or DDP, this would hold the group beyond its end, and
+# the process might abort when it ends: chapter 03, "What people get wrong".
+import torch.distributed.nn
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -19,6 +19,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+# Imported late, by an optimizer or DDP, this would hold the group beyond its end, and
+# the process might abort when it ends: chapter 03, "What people get wrong".
+import torch.distributed.nn
 import torch.multiprocessing as mp
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -128,6 +132,7 @@ def train_rank(rank: int, world_size: int, port: int, args: argparse.Namespace) 
         if args.save:
             save_weights(args.save, ddp_model.module, error)
         print(f"check: {result}", flush=True)
+    del ddp_model  # DDP holds on to the group, which has to go last
     dist.destroy_process_group()
 
 

@@ -18,6 +18,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+# Imported late, by an optimizer or DDP, this would hold the group beyond its end, and
+# the process might abort when it ends: chapter 03, "What people get wrong".
+import torch.distributed.nn
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -179,6 +183,7 @@ def half_rank(
     dist.all_gather_object(found, (off[0], off[1], weights))
     flat = off_by_half(lambda places: 0 * places[:, :1], held_out)
     show_and_check(found, [terrain.std * error for error in flat])
+    del wrapped  # DDP holds on to the group, which has to go last
     dist.destroy_process_group()
 
 

@@ -20,6 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Imported late, by an optimizer or DDP, this would hold the group beyond its end, and
+# the process might abort when it ends: chapter 03, "What people get wrong".
+import torch.distributed.nn
 from torch.nn.parallel import DistributedDataParallel
 
 from model import GPT, GPTConfig

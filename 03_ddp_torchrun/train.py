@@ -20,6 +20,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+# Imported late, by an optimizer or DDP, this would hold the group beyond its end, and
+# the process might abort when it ends: chapter 03, "What people get wrong".
+import torch.distributed.nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
@@ -217,6 +221,7 @@ def main() -> None:
     inputs, labels = held_out.batch(range(min(2 * world_size, len(held_out))))
     result = check_run(ddp_model, inputs.to(device), labels.to(device))
     say(f"check: {result}")
+    del ddp_model, forward  # DDP holds on to the group, which has to go last
     dist.destroy_process_group()
 
 

@@ -207,6 +207,8 @@ def joined(
         )
         yield
         rpc.shutdown()
+        if dist.is_initialized():  # trainers are in a group besides
+            dist.destroy_process_group()
     except Exception:
         wait_for_the_watch()
         traceback.print_exc()

@@ -9,7 +9,6 @@ Next: 05_deepspeed_zero/README.md, where all parameters are split among the rank
 """
 
 import argparse
-import gc
 import os
 import signal
 import sys
@@ -18,6 +17,10 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
+
+# Imported late, by an optimizer or DDP, this would hold the group beyond its end, and
+# the process might abort when it ends: chapter 03, "What people get wrong".
+import torch.distributed.nn
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -165,10 +168,8 @@ def one_shard(rank: int, port: int, args: argparse.Namespace) -> None:
         world_size=args.nprocs,
         timeout=timedelta(seconds=60),
     )
-    distance, _ = train_sharded(args)
-    # DDP refers to itself in a circle, and to the group. Until that is collected, the
-    # group's threads live on, and one that is busy at exit would abort the process.
-    gc.collect()
+    # DDP, in the model, holds on to the group, which has to go last. So it is not kept.
+    distance = train_sharded(args)[0]
     dist.destroy_process_group()
     if not distance <= LIMIT:
         sys.exit(1)

@@ -132,7 +132,9 @@ class Terminal:
         self._state = Path(self._folder.name, "environment")
         self.cwd = Path(self._folder.name, "checkout")
         # A crash prints what a reader sees, without the stack that tests ask for.
-        self.environment = clean_environment(PYTHONFAULTHANDLER="")
+        self.environment = clean_environment(
+            PYTHONFAULTHANDLER="", PYTHONPATH=str(ROOT / "tests/endings")
+        )
         self.status = 0
         self.cwd.mkdir()
         for name in repository_files(root):

@@ -803,3 +803,39 @@ def test_full_run_of_the_front_page_keeps_its_promise() -> None:
     )
     assert 5.2 < float(before) < 6.0  # a guess among 256 bytes costs log(256) = 5.55
     assert float(after) < 2.0  # 2.1 with the tolerance of the README
+
+
+ENDING = """
+{early}
+import psutil
+import torch
+import torch.distributed as dist
+
+before = psutil.Process().num_threads()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(2, 2)
+torch.optim.AdamW(model.parameters())
+ddp_model = torch.nn.parallel.DistributedDataParallel(model)
+{late}
+dist.destroy_process_group()
+print(psutil.Process().num_threads() - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("early", "late", "ends"),
+    [
+        ("", "del ddp_model", False),
+        ("import torch.distributed.nn", "", False),
+        ("import torch.distributed.nn", "del ddp_model", True),
+    ],
+    ids=["held by default arguments", "held by DDP", "held by nobody"],
+)
+def test_a_group_ends_only_with_its_last_reference(
+    tmp_path: Path, early: str, late: str, ends: bool
+) -> None:
+    script = tmp_path / "ending.py"
+    script.write_text(ENDING.format(early=early, late=late))
+    result = python(script)
+    assert result.returncode in (0, -signal.SIGABRT), result.stderr
+    assert (int(result.stdout) == 0) is ends

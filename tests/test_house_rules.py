@@ -33,6 +33,8 @@ WIDEST_BLOCK = 88
 # The default port of the launchers: a lesson that needs it fails beside another job.
 FORBIDDEN_PORT = 29500  # allowed port: the rule itself has to name it
 ALLOWED_PORT = "# allowed port: "
+# Its functions have the process group that exists at its import as a default argument.
+HOLDER = "torch.distributed.nn"
 DOCSTRING_PARTS = ("Run:", "Needs:", "Expect:", "Before:", "Next:")
 VAGUE_WORDS = {"util", "utils", "helper", "helpers", "common"}
 # Each with the name to use in its place.
@@ -238,6 +240,31 @@ def only_safe_loads(tree: Tree) -> list[str]:
         and isinstance(node.value, ast.Constant)
         and not node.value.value
     ]
+
+
+def groups_can_end(tree: Tree) -> list[str]:
+    """A script that trains in a process group imports torch.distributed.nn beforehand.
+
+    An optimizer or DDP would import it later, and its functions would then hold the
+    group for good: see `test_a_group_ends_only_with_its_last_reference`.
+    """
+    violations = []
+    for name, module in lesson_files(tree).items():
+        words = {
+            node.attr if isinstance(node, ast.Attribute) else node.id
+            for node in ast.walk(module)
+            if isinstance(node, ast.Attribute | ast.Name)
+        }
+        imported = [
+            alias.name if isinstance(node, ast.Import) else f"{node.module}"
+            for node in module.body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        ]
+        trains = words & {"optim", "DistributedDataParallel"}
+        if "init_process_group" in words and trains and HOLDER not in imported:
+            violations.append(f"{name}: does not import {HOLDER}")
+    return violations
 
 
 def modules_are_named_for_what_they_hold(tree: Tree) -> list[str]:
@@ -511,6 +538,7 @@ def loop(body: str) -> Tree:
     return {"tests/test_x.py": f"def test_x(xs, ys):\n{lines}"}
 
 
+TRAINS = "dist.init_process_group()\noptimizer = torch.optim.SGD()\n"
 LOOP = "for x in xs:\n    assert x"
 BROKEN: list[tuple[Rule, Tree, str]] = [
     (every_script_is_run, {"01_a/b.py": GUARD}, "01_a/b.py: no console block"),
@@ -552,6 +580,12 @@ BROKEN: list[tuple[Rule, Tree, str]] = [
     (no_fixed_port, {"tests/b.py": f"\nurl = f'{{x}}:{FORBIDDEN_PORT}'"}, "b.py:2"),
     (no_fixed_port, {"README.md": readme(f"x --port {FORBIDDEN_PORT}")}, "README runs"),
     (only_safe_loads, {"01_a/b.py": "load(path, weights_only=False)\n"}, "b.py:1"),
+    (groups_can_end, {"01_a/b.py": TRAINS}, "b.py: does not import"),
+    (
+        groups_can_end,
+        {"01_a/b.py": f"{TRAINS}def f():\n    import {HOLDER}\n"},
+        "b.py: does not import",
+    ),
     (modules_are_named_for_what_they_hold, {"01_a/data_utils.py": ""}, "data_utils"),
     (modules_are_named_for_what_they_hold, {"tests/helpers.py": ""}, "helpers"),
     (loops_assert_how_much_they_saw, loop(LOOP), "test_x does not assert how much"),
@@ -622,6 +656,8 @@ KEPT: list[tuple[Rule, Tree]] = [
         },
     ),
     (only_safe_loads, {"01_a/b.py": "load(path, weights_only=True)\n"}),
+    (groups_can_end, {"01_a/b.py": f"import {HOLDER}\n{TRAINS}"}),
+    (groups_can_end, {"01_a/b.py": f"from {HOLDER} import RemoteModule\n{TRAINS}"}),
     (modules_are_named_for_what_they_hold, {"01_a/communication.py": ""}),
     (loops_assert_how_much_they_saw, loop(LOOP + "\nassert len(xs) == len(ys)")),
     (loops_assert_how_much_they_saw, loop("assert list(xs) == [1, 2]\n" + LOOP)),
