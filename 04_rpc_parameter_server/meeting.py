@@ -17,6 +17,7 @@ import torch.distributed.rpc as rpc
 BEAT = 0.5  # seconds between two signs of life of a process
 DEAD_AFTER = 10.0  # a process that gave none for so many seconds counts as dead
 NAMED = 3  # exit status of a process that has said, or noted, who is missing
+FAREWELL = 3.0  # seconds that the store's host stays, so that all hear who is missing
 LOOPBACK = "127.0.0.1"
 watches: list["Watch"] = []  # this process's own, once it has joined
 
@@ -125,9 +126,11 @@ class Watch(threading.Thread):
             try:
                 self.store.set(f"beat {self.me}", str(count))
                 beats = self.store.multi_get([f"beat {name}" for name in self.others])
+                if not self.quiet and self.store.check(["missing"]):
+                    self.end(self.store.get("missing").decode())
             except RuntimeError:
                 self.end(self.host)
-            if os.getppid() != parent:
+            if self.quiet and os.getppid() != parent:
                 self.end(self.host)
             now = time.monotonic()
             for other, beat in zip(self.others, map(bytes.decode, beats), strict=True):
@@ -137,12 +140,14 @@ class Watch(threading.Thread):
                     self.end(other)
 
     def end(self, missing: str) -> NoReturn:
-        """Name who is missing, once, and leave without waiting for anything."""
-        if self.quiet:  # the launcher speaks for everybody
-            with contextlib.suppress(RuntimeError):
-                self.store.set("missing", missing)
-        else:
+        """Name who is missing, and leave, whatever this process is waiting for."""
+        with contextlib.suppress(RuntimeError):
+            self.store.set("missing", missing)
+        if not self.quiet:  # or else the launcher speaks for everybody
             say(self.me, f"{spoken(missing)} has died or cannot be reached; ending")
+            if self.me == self.host:
+                # The store ends with this process. Nobody shall name the wrong one.
+                time.sleep(FAREWELL)
         os._exit(NAMED)
 
 
@@ -153,7 +158,7 @@ def wait_for_the_watch() -> None:
     launcher is about to end this process, or the watch to say who it was.
     """
     for watch in watches:
-        watch.join(3.0 if watch.quiet else DEAD_AFTER + 4 * BEAT)
+        watch.join(3.0 if watch.quiet else DEAD_AFTER + FAREWELL + 4 * BEAT)
 
 
 @contextlib.contextmanager
