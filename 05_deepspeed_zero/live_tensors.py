@@ -13,7 +13,9 @@ import torch
 LIVE_KINDS = ("parameters", "gathered", "buckets", "gradients", "optimizer", "other")
 
 
-def live_storages(extra: list[torch.Tensor]) -> dict[int, int]:
+def live_storages(
+    extra: list[torch.Tensor], place: str | None = None
+) -> dict[int, int]:
     """Return address and bytes of all memory that tensors of this process own.
 
     Tensors that are views of one another share their storage, which counts once.
@@ -21,12 +23,13 @@ def live_storages(extra: list[torch.Tensor]) -> dict[int, int]:
     Args:
         extra: tensors to count in any case: Python does not see a gradient before
             somebody has asked for it.
+        place: a type of device, such as "cpu", to count only what is there.
     """
     # type() and not isinstance: some objects import a library when asked what they are.
     seen = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
     storages = {}
     for tensor in [*seen, *extra]:
-        if tensor.device.type != "meta":
+        if tensor.device.type == (place or tensor.device.type) != "meta":
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return {address: count for address, count in storages.items() if count}
@@ -81,6 +84,20 @@ def bytes_by_kind(engine: Any, before: dict[int, int]) -> dict[str, int]:
         if before.get(address) != count:
             counted[kinds.get(address, "other")] += count
     return counted
+
+
+def bytes_by_place(engine: Any, before: dict[int, int]) -> dict[str, int]:
+    """Return the bytes that tensors take on this rank by type of device, host last."""
+    named = [one for _, one in named_tensors(engine) if one is not None]
+    places = dict.fromkeys([engine.device.type, "cpu"])
+    return {
+        place: sum(
+            count
+            for address, count in live_storages(named, place).items()
+            if before.get(address) != count
+        )
+        for place in places
+    }
 
 
 def return_freed_memory() -> bool:

@@ -79,11 +79,12 @@ def one_sample(rank: int, device: torch.device) -> torch.Tensor:
     return torch.randint(256, (1, BLOCK_SIZE), generator=generator).to(device)
 
 
-def step_once(engine: Any, inputs: torch.Tensor) -> None:
-    """Train one step; every rank must call this."""
+def step_once(engine: Any, inputs: torch.Tensor) -> float:
+    """Train one step and return this rank's loss; every rank must call this."""
     loss = engine(input_ids=inputs, labels=inputs).loss
     engine.backward(loss)
     engine.step()
+    return loss.item()
 
 
 def new_model(width: int, layers: int) -> Qwen2ForCausalLM:

@@ -181,6 +181,17 @@ def missing_compiler(device: torch.device) -> str:
     return ""
 
 
+def missing_libaio(device: torch.device) -> str:
+    """Name what is missing to compile DeepSpeed's disk access, or return ''."""
+    if missing := missing_compiler(device):
+        return missing
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        return "no libaio.h; on Debian: apt-get install libaio-dev"
+    return ""
+
+
 def choose_parts(config: dict[str, Any], device: torch.device, fused: bool) -> str:
     """Decide whether DeepSpeed compiles C++ before the first step; say what was chosen.
 
