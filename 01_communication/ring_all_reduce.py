@@ -24,9 +24,11 @@ import torch
 import torch.distributed as dist
 
 # Elements in one message. Smaller pieces overlap better, larger ones cost fewer calls.
-PIECE = 2**19
+PIECE = 2**20
 # While one piece is being added, the next ones are already on their way.
-IN_FLIGHT = 2
+IN_FLIGHT = 3
+# Elements up to which two ranks are faster without a ring.
+SHORT = 2**22
 Send = Callable[[torch.Tensor, int], dist.Work | None]
 
 
@@ -53,14 +55,12 @@ def ring_all_reduce(
         return
     left, right = (rank - 1) % world_size, (rank + 1) % world_size
     flat = tensor.view(-1)
-    scratch = tensor.new_empty(IN_FLIGHT * PIECE) if scratch is None else scratch
-    if world_size == 2 and len(flat) <= PIECE:
-        # Half there and half back is as many bytes as all at once, but one hop more.
-        receive = dist.irecv(scratch[: len(flat)], left)
-        isend(flat, right).wait()  # type: ignore[union-attr]
-        receive.wait()  # type: ignore[union-attr]
-        flat += scratch[: len(flat)]
+    if world_size == 2 and len(flat) <= SHORT:
+        # All there and all back is as many bytes as both halves there and back, in
+        # fewer messages, and no two of them at a time have to share the cores.
+        naive_all_reduce(flat, isend)
         return
+    scratch = tensor.new_empty(IN_FLIGHT * PIECE) if scratch is None else scratch
     chunks, slots = flat.tensor_split(world_size), scratch.split(PIECE)
 
     def pieces(hops: range) -> list[torch.Tensor]:
@@ -214,7 +214,7 @@ def main() -> None:
             print(text, flush=True)
 
     # Nothing, one element, one too few and one too many for equal chunks, two pieces.
-    lengths = [0, 1, world_size - 1, world_size + 1, world_size * PIECE + 1]
+    lengths = [0, 1, world_size - 1, world_size + 1, world_size * PIECE + 1, SHORT + 1]
     for numel in lengths:
         count_bytes(numel)
     message = 120_000 * 4
