@@ -6,7 +6,7 @@ Needs: requirements.txt. --disk FOLDER also needs libaio's header and a C++ comp
 Expect: the same model trained three or four times: with everything where it computes,
     then with the optimizer's states, and the parameters, elsewhere; the bytes in each
     place and the time of a step; a `check:` that the losses are the same.
-Before: 05_deepspeed_zero/held.py, what there is to move.
+Before: 05_deepspeed_zero/sent.py
 Next: 05_deepspeed_zero/will_it_fit.py, which works out what fits where.
 """
 
@@ -104,12 +104,12 @@ def train_offloaded(
     return found
 
 
-def find_faults(found: dict[str, dict[str, Any]], device: torch.device) -> list[str]:
+def find_misplaced(found: dict[str, dict[str, Any]], device: torch.device) -> list[str]:
     """Name all that is not as this lesson says, on this rank."""
     faults, plain = [], found["nothing"]
     for name, one in found.items():
-        pairs = zip(one["losses"], plain["losses"], strict=True)
-        apart = max(abs(loss - expected) for loss, expected in pairs)
+        losses, expected = torch.tensor([one["losses"], plain["losses"]])
+        apart = (losses - expected).abs().max().item()  # nan if one of them is
         if not apart <= LOSS_LIMIT:
             faults.append(f"{name}: losses {apart:.0e} apart")
         # Adam's two averages and the float32 copy that DeepSpeed keeps of its share.
@@ -165,7 +165,7 @@ def main() -> None:
         sizes = "".join(f"{count / 1e6:8.1f} MB" for count in one["places"].values())
         print_once(f"{name:16}{sizes}{one['ms']:9.0f}")
     faults: list[list[str]] = [[]] * world_size
-    dist.all_gather_object(faults, find_faults(found, device))
+    dist.all_gather_object(faults, find_misplaced(found, device))
     if args.disk and rank == 0:
         shutil.rmtree(args.disk / "zero_stage_3", ignore_errors=True)
     if all_faults := [fault for own in faults for fault in own]:

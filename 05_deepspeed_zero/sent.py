@@ -7,7 +7,7 @@ Expect: for each stage the collectives of one step, their number and bytes, and 
     times the parameters a rank sent, beside the paper's 2, 2, 2 and 3. DeepSpeed's
     defaults send 3 in stages 1 and 2. A `check:` that all counts agree on all ranks.
 Before: 05_deepspeed_zero/held.py
-Next: 05_deepspeed_zero/will_it_fit.py
+Next: 05_deepspeed_zero/offload.py
 """
 
 import argparse

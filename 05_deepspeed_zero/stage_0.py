@@ -4,7 +4,7 @@ Run: deepspeed --num_gpus=2 05_deepspeed_zero/stage_0.py
 Needs: requirements.txt. It takes a GPU for every rank if there is one.
 Expect: each rank's optimizer counts all parameters; the loss falls; a `check:` that one
     process would have come to the same weights.
-Before: 03_ddp_torchrun/train.py
+Before: 04_rpc_parameter_server/sharded_tables.py, one tensor divided among the ranks.
 Next: 05_deepspeed_zero/stage_1.py
 """
 

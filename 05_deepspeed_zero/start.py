@@ -89,8 +89,12 @@ def leave_with_the_launcher() -> None:
         parents += [parent for parent in [parents[0].parent()] if parent is not None]
 
     def watch() -> None:
-        while all(parent.is_running() for parent in parents):
-            time.sleep(1)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            # A zombie has ended, and nobody has asked how yet.
+            while all(p.is_running() for p in parents) and not any(
+                p.status() == psutil.STATUS_ZOMBIE for p in parents
+            ):
+                time.sleep(1)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -125,6 +129,10 @@ def find_place() -> tuple[torch.device, str]:
     # torchrun and deepspeed have different names for the ranks on this machine.
     local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or env["WORLD_SIZE"]
     device, reason = choose_device(int(env["LOCAL_RANK"]), int(local))
+    if "OMP_NUM_THREADS" not in env:
+        # torchrun sets it to 1. Under deepspeed each rank would take all the cores,
+        # and its threads would wait for those of the other ranks.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(local)))
     # DeepSpeed chooses a device for itself when it is imported; it must be the same.
     env["DS_ACCELERATOR"] = device.type
     return device, reason
@@ -185,7 +193,7 @@ def missing_libaio(device: torch.device) -> str:
     """Name what is missing to compile DeepSpeed's disk access, or return ''."""
     if missing := missing_compiler(device):
         return missing
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # pyright: ignore
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         return "no libaio.h; on Debian: apt-get install libaio-dev"

@@ -6,7 +6,7 @@ Needs: requirements.txt. No accelerator and no launcher; `--model` reads the con
 Expect: for each stage, gigabytes by kind on one rank, and on how many ranks the model
     fits into --memory; a `check:` that the shares of all ranks make up the model.
     Parameters, gradients and states are exact, activations an estimate.
-Before: 05_deepspeed_zero/held.py, which measures what this works out.
+Before: 05_deepspeed_zero/offload.py; held.py measures what this works out.
 Next: 05_deepspeed_zero/README.md
 """
 

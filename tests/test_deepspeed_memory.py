@@ -251,6 +251,16 @@ def test_estimate_of_activations_is_near_what_autograd_keeps(precision: str) -> 
             "held.py: --width must be a multiple of 128, not 100",
         ),
         ("held", ["--json=no/x.json"], "held.py: --json no/x.json: there is no folder"),
+        (
+            "offload",
+            ["--steps=1"],
+            "offload.py: --width must be a multiple of 128, --st",
+        ),
+        (
+            "offload",
+            ["--disk=no/x"],
+            "offload.py: --disk no/x: there is no such folder",
+        ),
         ("sent", [], "sent.py: one rank sends nothing; deepspeed --num_gpus=2 starts"),
         (
             "sent",
@@ -292,3 +302,60 @@ def test_calculator_reads_a_config_that_save_pretrained_wrote(
     printed = capsys.readouterr().out
     assert f"{sum(model_sizes()):,} parameters on the meta device" in printed
     assert printed.count("--offload all exists from stage 3 on") == 3
+
+
+OFFLOADED = {  # as from a rank with a share of 1000 values, on a CPU
+    name: {
+        "losses": [2.0, 1.0],
+        "states": 12_000 if place == "memory" else 4,
+        "share": 1000,
+        "places": {"cpu": 20_000, "disk": 12_000 if place == "disk" else 0},
+    }
+    for name, place in {"nothing": "memory", "states to disk": "disk"}.items()
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fault"),
+    [
+        ("losses", [2.0, 1.1], "states to disk: losses 1e-01 apart"),
+        ("losses", [2.0, float("nan")], "states to disk: losses nan apart"),
+        ("states", 12_000, "states to disk: 12,000 bytes of states in memory, of"),
+        ("places", {"cpu": 1, "disk": 0}, "states to disk: 0 bytes of states on disk"),
+    ],
+)
+def test_offload_notices(key: str, value: Any, fault: str) -> None:
+    find_misplaced, cpu = module("offload").find_misplaced, torch.device("cpu")
+    assert find_misplaced(OFFLOADED, cpu) == []
+    broken = {**OFFLOADED["states to disk"], key: value}
+    [found] = find_misplaced({**OFFLOADED, "states to disk": broken}, cpu)
+    assert found.startswith(fault)
+
+
+def test_offload_notices_what_has_stayed_on_the_device() -> None:
+    found = {
+        name: {**OFFLOADED["nothing"], "places": {"cuda": 20_000, "cpu": 0, "disk": 0}}
+        for name in ("nothing", "states")
+    }
+    faults = module("offload").find_misplaced(found, torch.device("cuda"))
+    assert faults == ["states: only 0 bytes have left the device"]
+
+
+def test_states_on_disk_leave_memory_or_libaio_is_asked_for(tmp_path: Path) -> None:
+    script = ROOT / CHAPTER / "offload.py"
+    # The first run on a machine compiles for a minute or more.
+    result = torchrun(script, "--disk", tmp_path, timeout=400)
+    missing = module("start").missing_libaio(torch.device("cpu"))
+    if missing:
+        line = f"offload.py: --disk needs DeepSpeed's async_io, and there is {missing}"
+        assert result.returncode != 0
+        assert result.stderr.splitlines()[0] == line
+        return
+    assert result.returncode == 0, result.output
+    rows = re.findall(r"^(\w.*?) +(\S+) MB +(\S+) MB +\d+$", result.stdout, re.M)
+    memory = {name: float(megabytes) for name, megabytes, _ in rows}
+    disk = {name: float(megabytes) for name, _, megabytes in rows}
+    assert list(disk.values()) == [0, 0, 0, pytest.approx(38.6, abs=0.1)]
+    assert memory["states to disk"] < memory["nothing"] - 20
+    assert re.search(r"^check: 4 ways, 5 losses each", result.stdout, re.M)
+    assert list(tmp_path.iterdir()) == []

@@ -6,10 +6,13 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -321,6 +324,61 @@ def test_one_rank_without_a_compiler_says_what_it_does_and_starts_fast() -> None
     assert "one rank: nothing can be divided; this starts two:" in result.stdout
     # The import that would cost two seconds has not taken place.
     assert result.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("killed", ["deepspeed", "its child"])
+def test_no_rank_outlives_a_launcher_that_is_killed(killed: str) -> None:
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus=2"]
+    launcher = subprocess.Popen(
+        [*command, FOLDER / "stage_1.py", "--steps=1000000"],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    below: list[psutil.Process] = []
+    try:
+        assert launcher.stdout is not None
+        while not (line := launcher.stdout.readline()).startswith("step  1"):
+            assert line, "ended before the first step"
+        below = psutil.Process(launcher.pid).children(recursive=True)
+        ranks = [one for one in below if str(FOLDER / "stage_1.py") in one.cmdline()]
+        ranks = [one for one in ranks if "LOCAL_RANK" in one.environ()]
+        assert len(ranks) == 2
+        if killed == "deepspeed":
+            launcher.kill()
+        else:
+            ranks[0].parent().kill()  # type: ignore[union-attr]
+        _, alive = psutil.wait_procs(ranks, timeout=30)
+        assert alive == []
+    finally:
+        launcher.kill()
+        for one in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        launcher.wait()
+
+
+@pytest.mark.parametrize(("setting", "cores"), [(None, "half"), ("1", "untouched")])
+def test_ranks_share_the_cores(
+    setting: str | None, cores: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = load_chapter(CHAPTER)["start"]
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, "2")
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    if setting is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", setting)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    start.find_place()
+    assert chosen == ([32] if cores == "half" else [])
 
 
 def test_bad_input_is_one_line() -> None:
