@@ -119,6 +119,16 @@ make_venv = \
     rm -rf .venv && \
     "$$base" -m venv .venv
 
+# A command whose first line names .venv's interpreter cannot start if that path holds a
+# space, and `deepspeed` is one. Now sh starts it; for Python its lines are a string.
+mend_commands = import pathlib, sys; \
+    path, quote = sys.executable, chr(39); \
+    old = f"\#!{path}\n".encode(); \
+    new = f"\#!/bin/sh\n{quote * 3}exec{quote} \"{path}\" \"$$0\" \"$$@\"\n{quote} {quote * 3}\n"; \
+    files = [file for file in pathlib.Path(sys.prefix, "bin").iterdir() if file.is_file()]; \
+    found = [file for file in files if " " in path and file.read_bytes().startswith(old)]; \
+    [file.write_bytes(new.encode() + file.read_bytes()[len(old):]) for file in found]
+
 # Installs the file $(1), unless the note left by the last install says that just
 # this was installed. While .venv/unfinished exists, an install is under way or has
 # failed: it may have left half of a package, which pip would take for the whole.
@@ -128,6 +138,7 @@ install = \
         touch .venv/unfinished && \
         .venv/bin/python -m pip install --quiet --no-input \
             --disable-pip-version-check -r $(1) && \
+        .venv/bin/python -c '$(mend_commands)' && \
         cat $(1) Makefile > .venv/$(1).installed && \
         rm .venv/unfinished; \
     }

@@ -74,6 +74,11 @@ class Checkout:
                 "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
             )
             archive.writestr(f"{info}/RECORD", "")
+            # A command as DeepSpeed has it: a script, not an entry point.
+            script = zipfile.ZipInfo(f"{name}-{version}.data/scripts/{name}")
+            script.external_attr = 0o100755 << 16  # a plain file, executable
+            code = f"import sys, {name}\nprint({name}.VERSION, sys.argv[1:])\n"
+            archive.writestr(script, "#!python\n" + code)
 
     def environment(self, **extra: str) -> dict[str, str]:
         """Return what make gets: no packages but ours, nothing of an outer make."""
@@ -164,6 +169,13 @@ def test_first_run_installs_and_second_run_does_nothing(fresh: Checkout) -> None
     second = fresh.make("setup")
     assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
     assert not fresh.pip_log.exists(), "pip ran though nothing had changed"
+
+
+def test_commands_start_though_the_path_holds_a_space(shared: Checkout) -> None:
+    shared.set_up()
+    command = [shared.folder / ".venv/bin/tiny", "an argument", "2"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.stderr) == ("1.0 ['an argument', '2']\n", "")
 
 
 def test_changed_requirements_are_installed_into_the_same_venv(
