@@ -161,6 +161,13 @@ def test_all_reduce_in_rank_order(pool: WorkerPool, world_size: int) -> None:
         assert tensor.tolist() == [total] * 3
 
 
+def sum_with_a_default_group() -> float:
+    """Sum up ranks by a function whose group is a default argument."""
+    from torch.distributed.nn import functional
+
+    return functional.all_reduce(torch.tensor(float(dist.get_rank()))).item()
+
+
 def test_workers_are_kept_up_to_the_limit(pool: WorkerPool) -> None:
     assert_usable(pool, 3)
     kept = pool.pids
@@ -391,3 +398,10 @@ WorkerPool().run(start_a_child_and_hang, {str(tmp_path / "pids")!r}, timeout=300
         assert [psutil.pid_exists(pid) for pid in pids] == [True] * 4
         process.kill()
     assert [wait_for_end(pid) for pid in pids] == [True] * 4
+
+
+def test_no_job_gets_the_group_of_an_earlier_one(worker_pool: WorkerPool) -> None:
+    for world_size in (2, 3):
+        sums = worker_pool.run(sum_with_a_default_group, world_size=world_size)
+        assert sums == [sum(range(world_size))] * world_size
+    assert world_size == 3

@@ -387,8 +387,9 @@ def serve(pipe: Connection) -> None:
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-    # Paid for here rather than in the time of the first job.
-    import torch.distributed  # noqa: F401
+    # Paid for here rather than in the time of the first job. And if a job imported it,
+    # it would keep that job's group as a default argument, for the jobs that follow.
+    import torch.distributed.nn  # noqa: F401
 
     while True:
         pipe.send_bytes(pickle.dumps(Reply("idle")))
