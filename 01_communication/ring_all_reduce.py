@@ -27,8 +27,6 @@ import torch.distributed as dist
 PIECE = 2**20
 # While one piece is being added, the next ones are already on their way.
 IN_FLIGHT = 3
-# Elements up to which two ranks are faster without a ring.
-SHORT = 2**22
 Send = Callable[[torch.Tensor, int], dist.Work | None]
 
 
@@ -55,11 +53,6 @@ def ring_all_reduce(
         return
     left, right = (rank - 1) % world_size, (rank + 1) % world_size
     flat = tensor.view(-1)
-    if world_size == 2 and len(flat) <= SHORT:
-        # All there and all back is as many bytes as both halves there and back, in
-        # fewer messages, and no two of them at a time have to share the cores.
-        naive_all_reduce(flat, isend)
-        return
     scratch = tensor.new_empty(IN_FLIGHT * PIECE) if scratch is None else scratch
     chunks, slots = flat.tensor_split(world_size), scratch.split(PIECE)
 
@@ -214,7 +207,7 @@ def main() -> None:
             print(text, flush=True)
 
     # Nothing, one element, one too few and one too many for equal chunks, two pieces.
-    lengths = [0, 1, world_size - 1, world_size + 1, world_size * PIECE + 1, SHORT + 1]
+    lengths = [0, 1, world_size - 1, world_size + 1, world_size * PIECE + 1]
     for numel in lengths:
         count_bytes(numel)
     message = 120_000 * 4

@@ -62,7 +62,7 @@ def draw_roles(numbers_in_table: int, numbers_in_dense: int) -> plt.Figure:
     figure, axes = plt.subplots(figsize=(10, 4.6), dpi=110)
     figure.patch.set_facecolor("white")
     axes.set_xlim(0, 12.2)
-    axes.set_ylim(-0.8, 5.2)
+    axes.set_ylim(-1.0, 5.2)
     axes.axis("off")
     role_box(axes, (1.7, 1.6), (1.6, 1.0), SERVER)
     write(axes, 1.7, 2.25, "parameter server", bold=True)
@@ -88,7 +88,7 @@ def draw_roles(numbers_in_table: int, numbers_in_dense: int) -> plt.Figure:
     pointer(axes, (7.5, 4.45), (10.2, 3.55), "-->")
     write(axes, 9.9, 4.25, "run_trainer(table)")
     write(
-        axes, 5.2, -0.25, "Solid: at every step, each trainer the same.  Dashed: once."
+        axes, 5.2, -0.75, "Solid: at every step, each trainer the same.  Dashed: once."
     )
     return figure
 
