@@ -55,6 +55,7 @@ def measure_held(
     ranks have not all met yet. Every rank must call this.
     """
     gc.collect()
+    time.sleep(0.1)  # Gloo's threads let go of what they sent a little later
     before, process_before = live_storages([]), process_bytes(device)
     model = new_model(args.width, args.layers)
     parameters = sum(p.numel() for p in model.parameters())
@@ -64,7 +65,6 @@ def measure_held(
     moments: list[dict[str, int]] = []
 
     def count(_: torch.Tensor) -> None:
-        # Gloo's threads let go of what they have sent a little later than it is there.
         time.sleep(0.1)
         bytes_taken = process_bytes(device) - process_before
         moments.append({**bytes_by_kind(engine, before), "process": bytes_taken})

@@ -15,10 +15,11 @@ LIVE_KINDS = ("parameters", "gathered", "buckets", "gradients", "optimizer", "ot
 
 def live_storages(
     extra: list[torch.Tensor], place: str | None = None
-) -> dict[int, int]:
-    """Return address and bytes of all memory that tensors of this process own.
+) -> dict[int, torch.UntypedStorage]:
+    """Return by its address all memory that tensors of this process own.
 
-    Tensors that are views of one another share their storage, which counts once.
+    Tensors that are views of one another share their storage, which counts once. None
+    of it is freed, nor its address given to another, while somebody keeps the result.
 
     Args:
         extra: tensors to count in any case: Python does not see a gradient before
@@ -31,8 +32,8 @@ def live_storages(
     for tensor in [*seen, *extra]:
         if tensor.device.type == (place or tensor.device.type) != "meta":
             storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return {address: count for address, count in storages.items() if count}
+            storages[storage.data_ptr()] = storage
+    return {address: one for address, one in storages.items() if one.nbytes()}
 
 
 def named_tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -67,12 +68,14 @@ def named_tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
         yield from (("buckets", buffer) for buffer in buffers)
 
 
-def bytes_by_kind(engine: Any, before: dict[int, int]) -> dict[str, int]:
+def bytes_by_kind(
+    engine: Any, before: dict[int, torch.UntypedStorage]
+) -> dict[str, int]:
     """Return the bytes of each of LIVE_KINDS on this rank, now.
 
     Args:
         engine: what `deepspeed.initialize` returned.
-        before: what was there before the model; it is left out.
+        before: `live_storages` before there was a model; it is left out.
     """
     kinds: dict[int, str] = {}
     named = [(kind, one) for kind, one in named_tensors(engine) if one is not None]
@@ -80,21 +83,23 @@ def bytes_by_kind(engine: Any, before: dict[int, int]) -> dict[str, int]:
     for kind, tensor in sorted(named, key=lambda pair: LIVE_KINDS.index(pair[0])):
         kinds.setdefault(tensor.untyped_storage().data_ptr(), kind)
     counted: dict[str, int] = dict.fromkeys(LIVE_KINDS, 0)
-    for address, count in live_storages([one for _, one in named]).items():
-        if before.get(address) != count:
-            counted[kinds.get(address, "other")] += count
+    for address, storage in live_storages([one for _, one in named]).items():
+        if address not in before:
+            counted[kinds.get(address, "other")] += storage.nbytes()
     return counted
 
 
-def bytes_by_place(engine: Any, before: dict[int, int]) -> dict[str, int]:
+def bytes_by_place(
+    engine: Any, before: dict[int, torch.UntypedStorage]
+) -> dict[str, int]:
     """Return the bytes that tensors take on this rank by type of device, host last."""
     named = [one for _, one in named_tensors(engine) if one is not None]
     places = dict.fromkeys([engine.device.type, "cpu"])
     return {
         place: sum(
-            count
-            for address, count in live_storages(named, place).items()
-            if before.get(address) != count
+            storage.nbytes()
+            for address, storage in live_storages(named, place).items()
+            if address not in before
         )
         for place in places
     }

@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,11 +197,25 @@ def test_views_are_counted_once_and_gradients_are_found() -> None:
     gradient = whole.grad
     assert gradient is not None
     after = live.live_storages([gradient])
-    new = {place: n for place, n in after.items() if before.get(place) != n}
+    new = {place: one.nbytes() for place, one in after.items() if place not in before}
     assert new[whole.untyped_storage().data_ptr()] == 4000
     assert new[gradient.untyped_storage().data_ptr()] == 4000
     assert sum(new.values()) == 8000
     assert len(parts) == 2
+
+
+def test_memory_that_another_tensor_had_before_is_counted() -> None:
+    live = module("live_tensors")
+    left_over = torch.ones(2000)
+    before = live.live_storages([])
+    del left_over
+    # The allocator would give the address that was just freed to one of these.
+    model = torch.nn.ParameterList(torch.ones(2000) for _ in range(50))
+    optimizer = SimpleNamespace(param_groups=[], state={})
+    engine = SimpleNamespace(module=model, optimizer=optimizer)
+    counted = live.bytes_by_kind(engine, before)
+    assert counted.pop("parameters") == 50 * 8000
+    assert set(counted.values()) == {0}
 
 
 def test_calculator_gives_the_known_counts_of_qwen2() -> None:
