@@ -6,7 +6,7 @@ Needs: this folder and requirements.txt. Runs on the CPU; the bytes on the wire 
 Expect: for each batch size a row for each way to use the table, with the bytes and the
     milliseconds of a step; then a `check:` that every way trains as one process does.
 Before: 04_rpc_parameter_server/several_servers.py
-Next: 04_rpc_parameter_server/sharded_tables.py
+Next: 04_rpc_parameter_server/steps_per_second.py
 """
 
 import argparse

@@ -45,16 +45,20 @@ def train_in_one_process(batches: Iterable[Batch], rows: int, lr: float) -> Hybr
 
 
 def train_in_rounds(
-    rounds: list[list[Batch]], lr: float, late: bool
+    rounds: list[list[Batch]], lr: float, late: bool, sparse: bool = True
 ) -> tuple[torch.Tensor, float]:
     """Train in this process, and if `late`, with old numbers as in `lookups.ahead`.
 
-    Then each lookup but the first of a round is made before the last update is.
+    Then each lookup but the first of a round is made before the last update is. If not
+    `sparse`, the gradient has a number for each one of the table, as in a plain
+    `nn.EmbeddingBag`, and is added up in another order.
 
     Returns:
         All parameters in one row, and the seconds of a step in the fastest round.
     """
-    model = HybridModel(Table(ROWS, WIDTH, 0), dense_part(WIDTH, len(PACKAGES), 0))
+    table = Table(ROWS, WIDTH, 0)
+    table.sparse = sparse
+    model = HybridModel(table, dense_part(WIDTH, len(PACKAGES), 0))
     optimizer, seconds = torch.optim.SGD(model.parameters(), lr), []
     for batches in rounds:
         started = time.perf_counter()

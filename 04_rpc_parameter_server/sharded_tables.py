@@ -4,7 +4,8 @@ Run: python 04_rpc_parameter_server/sharded_tables.py
 Needs: this folder and requirements.txt. Runs on the CPU, by gloo.
 Expect: what each rank holds and sends; the loss and the held-out accuracy; and a
     `check:` that table and dense part are those of one process that trains alone.
-Before: 04_rpc_parameter_server/several_servers.py, which splits the table in this way.
+Before: 04_rpc_parameter_server/steps_per_second.py; several_servers.py splits the table
+    in this way.
 Next: 05_deepspeed_zero/README.md, where all parameters are split among the ranks.
 """
 

@@ -1,0 +1,195 @@
+"""Steps per second: four ways to use a table, and the proof that none cheats."""
+
+import re
+import sys
+from itertools import chain, islice
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from launch import ROOT, Result, python
+from scripts import load_chapter
+from worker_pool import WorkerPool
+
+CHAPTER = "04_rpc_parameter_server"
+SCRIPT = ROOT / CHAPTER / "steps_per_second.py"
+MODULES = load_chapter(CHAPTER)
+STEPS, WAYS = MODULES["steps_per_second"], MODULES["ways_to_step"]
+ALONE, SERVED = MODULES["one_process"], MODULES["row_server"]
+NAMES = ["as often written", "autograd", "one call", "ahead"]
+ROW = re.compile(
+    r"(\D+?) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d,]+) of ([\d,]+)"
+)
+
+
+def rows_of(result: Result) -> dict[str, list[float]]:
+    """Return the table's rows: median, slowest, fastest, ratio, lost, moved."""
+    found = [ROW.fullmatch(line) for line in result.stdout.splitlines()[2:6]]
+    return {
+        row[1]: [float(number.replace(",", "")) for number in row.groups()[1:]]
+        for row in found
+        if row
+    }
+
+
+def rows_looked_up(trainers: int, steps: int) -> int:
+    """Count the different rows in the batches of all trainers."""
+    training, _ = STEPS.load_samples()
+    each = [
+        islice(ALONE.batches_without_end(training, 5, rank, trainers), steps)
+        for rank in range(trainers)
+    ]
+    return len(torch.cat([batch[0] for batch in chain(*each)]).unique())
+
+
+def check_table(result: Result, trainers: int, steps: int) -> None:
+    """Assert what must hold for the table whatever the machine is doing."""
+    assert result.returncode == 0, result.output
+    assert result.stderr == ""  # the warning of TorchScript, above all
+    rows = rows_of(result)
+    assert len(rows) == 4 and list(rows) == NAMES
+    entries = 32 * rows_looked_up(trainers, steps)
+    first = rows[NAMES[0]][0]
+    for name, (median, slowest, fastest, times, lost, moved) in rows.items():
+        assert 0 < slowest <= median <= fastest
+        assert times == pytest.approx(median / first, abs=0.01)
+        # An entry whose gradient is exactly 0 stays; one that was never used must.
+        assert 0.99 * entries <= moved <= entries
+        # Nothing says that the first way must lose updates, only that it may.
+        assert lost == 0 or (name == NAMES[0] and trainers > 1)
+
+
+def test_two_trainers_in_four_ways_lose_nothing_where_calls_take_turns() -> None:
+    result = python(SCRIPT, "--rounds=2", "--steps=8", timeout=100)
+    check_table(result, trainers=2, steps=24)
+    lines = result.stdout.splitlines()
+    assert lines[0] == (
+        "2 trainer(s), 1 server, 5 bags in a batch; 2 round(s) of 8 steps"
+    )
+    assert lines[6:] == [
+        "check: 4 ways: 0 dense weights differ between trainers",
+        "check: 4 ways: 0 of 48 updates of the table are missing",
+        "check: 3 ways: 0 entries of the table are not the sum of what was sent "
+        "(limit 1e-03)",
+    ]
+
+
+def test_one_trainer_ends_where_one_process_does_in_every_way() -> None:
+    result = python(SCRIPT, "--trainers=1", "--rounds=1", "--steps=10", timeout=100)
+    check_table(result, trainers=1, steps=20)
+    lines = result.stdout.splitlines()
+    assert lines[6:9] == [
+        "check: 4 ways: 0 dense weights differ between trainers",
+        "check: 4 ways: 0 of 20 updates of the table are missing",
+        "check: 4 ways: 0 entries of the table are not the sum of what was sent "
+        "(limit 1e-03)",
+    ]
+    (last,) = lines[9:]
+    apart = re.fullmatch(
+        r"check: 4 ways: (\S+) from one process alone \(limit 1e-05\)", last
+    )
+    assert apart and 0 <= float(apart[1]) <= 1e-5
+
+
+# The ways that need no more of RPC than calls, with a server in the same process.
+
+
+def train_with_server_here(name: str, forget: int | None) -> tuple[Any, ...]:
+    """Train in two rounds; return the calls, the proof, and the same of one process.
+
+    Args:
+        name: of the way.
+        forget: this update is not made, though it is counted; None for all.
+    """
+    calls: list[str] = []
+
+    def answer(_: str, function: Any, args: tuple[Any, ...]) -> Any:
+        calls.append(function.__name__)
+        if calls.count("call_alone") == forget:
+            gradient = args[3]
+            args = (*args[:3], torch.zeros_like(gradient), *args[4:])
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(function(*args))
+        return future
+
+    fake = SimpleNamespace(
+        rpc_async=answer, rpc_sync=lambda *args: answer(*args).value()
+    )
+    training, _ = STEPS.load_samples()
+    batches = ALONE.batches_without_end(training, 5)
+    rounds = [list(islice(batches, 6)) for _ in range(2)]
+    with mock.patch.object(WAYS, "rpc", fake):
+        SERVED.make(name, STEPS.ROWS, 32, STEPS.LR, 0.0)
+        way = {"one call": WAYS.ByOneCall, "ahead": WAYS.Ahead}[name](name)
+        before = way.changes()
+        calls.clear()
+        rates = [STEPS.rate_of_a_round(way, one) for one in rounds]
+        made = list(calls)
+        forget = None  # or the proof's own calls would be spoilt
+        return made, min(rates), tuple(STEPS.prove(name, way, rounds, before))
+
+
+@pytest.mark.parametrize(("name", "more"), [("one call", 1), ("ahead", 2)])
+def test_a_step_is_one_call(worker_pool: WorkerPool, name: str, more: int) -> None:
+    ((calls, rate, found),) = worker_pool.run(
+        train_with_server_here, name, None, world_size=1
+    )
+    # A round of six steps has one lookup before them; ahead has an update behind them.
+    assert calls == ["call_alone"] * 2 * (6 + more)
+    different, missing, lost, moved, apart = found
+    assert (different, missing, lost) == (0, 0, 0)
+    assert moved > 1000 and rate > 0 and apart <= STEPS.ALONE_LIMIT
+
+
+def test_the_proof_finds_a_single_update_that_was_not_made(
+    worker_pool: WorkerPool,
+) -> None:
+    ((_, _, found),) = worker_pool.run(
+        train_with_server_here, "one call", 14, world_size=1
+    )
+    different, missing, lost, _, apart = found
+    assert (different, missing) == (0, 0)  # the call was made, and has been counted
+    assert lost > 100 and apart > STEPS.ALONE_LIMIT
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--trainers=0"], "argument --trainers: '0' is not a whole number"),
+        (["--trainers=17"], "--rounds and --steps are at most 100, --trainers"),
+        (["--steps=101"], "--rounds and --steps are at most 100, --trainers"),
+        (["--rounds=some"], "argument --rounds: 'some' is not a whole number"),
+        (["--batch-size=99999"], "--trainers times --batch-size is at most "),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["steps_per_second.py", *words])
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as refusal:
+        STEPS.parse_args()
+    printed = capsys.readouterr()
+    assert refusal.value.code == 2 and printed.out == ""
+    assert printed.err.startswith(f"steps_per_second.py: {message}")
+    assert printed.err.count("\n") == 1
+
+
+def test_it_refuses_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["steps_per_second.py"])
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as refusal:
+        STEPS.parse_args()
+    assert refusal.value.code == 2
+    assert "start it with python, not torchrun" in capsys.readouterr().err
