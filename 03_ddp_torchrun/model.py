@@ -20,9 +20,12 @@ class GPTConfig:
     layers: int = 2
     heads: int = 4
     vocabulary: int = 256
+    dropout: float = 0.0  # the share of each block's output that training sets to 0
 
     def __post_init__(self) -> None:
-        """Refuse a width that the heads cannot share (ValueError)."""
+        """Refuse sizes that cannot be (ValueError)."""
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is a share below 1, not {self.dropout}")
         if self.width % self.heads:
             raise ValueError(
                 f"width {self.width} does not divide by {self.heads} heads; "
@@ -44,6 +47,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(D)
         self.mlp_in = nn.Linear(D, 4 * D, bias=False)
         self.mlp_out = nn.Linear(4 * D, D, bias=False)
+        self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (B, T, D) to (B, T, D)."""
@@ -53,8 +57,9 @@ class Block(nn.Module):
         q, k, v = qkv.view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         # Causal: the token at position t reads positions 0..t and no later one.
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention_out(mixed.transpose(1, 2).reshape(B, T, D))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        mixed = mixed.transpose(1, 2).reshape(B, T, D)
+        x = x + self.drop(self.attention_out(mixed))
+        return x + self.drop(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))))
 
 
 class GPT(nn.Module):

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,7 +19,7 @@ def fail(message: str) -> NoReturn:
     # they sleep; only a rank whose trouble is its own lives on to say so.
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         time.sleep(3)
-    print(f"train.py: {message}", file=sys.stderr, flush=True)
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -47,10 +47,17 @@ class OneLineParser(argparse.ArgumentParser):
         fail(f"{message}; see --help")
 
 
-def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `--max_epochs` and `--max-epochs` are the same option."""
+def parse_args(
+    words: Sequence[str] | None = None,
+    add_more: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> argparse.Namespace:
+    """Read the command line; `--max_epochs` and `--max-epochs` are the same option.
+
+    Args:
+        words: what was typed; None for the words after the script's name.
+        add_more: adds options that only one script has.
+    """
     parser = OneLineParser(
-        prog="train.py",
         description="Train a small GPT on several ranks.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -73,6 +80,8 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     # Only torch.distributed.launch passes this. The environment's LOCAL_RANK says the
     # same, under every launcher, so the script accepts the option and reads the other.
     add("--local-rank", type=int, default=None, help=argparse.SUPPRESS)
+    if add_more:
+        add_more(parser)
     hyphenated = []
     for word in sys.argv[1:] if words is None else words:
         name, equals, value = word.partition("=")

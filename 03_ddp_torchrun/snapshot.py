@@ -10,6 +10,23 @@ import torch
 from model import GPT, GPTConfig
 
 
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    """Write a file so that a crash at any moment leaves the old one or the new.
+
+    The bytes go to a second file in the same folder and onto the disk; only then does
+    one rename put it in place, which the file system does entirely or not at all.
+
+    Raises:
+        OSError: the folder cannot be written or the disk is full.
+    """
+    unfinished = path.with_name(path.name + ".tmp")
+    with open(unfinished, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
 def save_snapshot(
     path: Path,
     weights: dict[str, torch.Tensor],
@@ -17,10 +34,7 @@ def save_snapshot(
     validation_loss: float,
     text: Path | None,
 ) -> None:
-    """Write a model so that a crash at any moment leaves the old file or the new.
-
-    The bytes go to a second file in the same folder and onto the disk; only then does
-    one rename put it in place, which the file system does entirely or not at all.
+    """Write a model, whole or not at all.
 
     Args:
         path: where the snapshot shall stand.
@@ -38,12 +52,7 @@ def save_snapshot(
         "validation_loss": validation_loss,
         "text": None if text is None else str(text.resolve()),
     }
-    unfinished = path.with_name(path.name + ".tmp")
-    with open(unfinished, "wb") as file:
-        torch.save(snapshot, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    write_whole(path, snapshot)
 
 
 def load_snapshot(path: Path) -> tuple[GPT, dict[str, Any]]:
