@@ -1,7 +1,6 @@
 """Train the GPT of train.py so that a crash costs a few steps and changes nothing.
 
-Run: torchrun --nproc-per-node=2 --max-restarts=3 03_ddp_torchrun/train_elastic.py \\
-         --snapshot=gpt.pt
+Run: torchrun --nproc-per-node=2 03_ddp_torchrun/train_elastic.py --snapshot=gpt.pt
 Needs: this folder and requirements.txt. A GPU for every rank is used if there is one.
 Expect: what train.py prints. Kill it and type the command again: it goes on from the
     last snapshot and ends with the weights of a run that was never interrupted.
@@ -32,16 +31,16 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from data import WindowDataset, load_text
+from elastic_batches import ElasticBatches, samples_report
 from model import GPT, GPTConfig
 from options import fail, parse_args, positive_int, try_out
 from proof import check_run, mean_over_ranks, validate
 from resume import (
-    ElasticBatches,
     Progress,
     agree_on_step,
+    check_restarts,
     find_snapshot,
     lasting_settings,
-    samples_report,
     settle_buckets,
 )
 from train import choose_device, lr_factor
@@ -115,6 +114,7 @@ def main() -> None:
     first_try = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     device, reason = choose_device(local_rank, local_world_size)
     try:
+        check_restarts()
         config = GPTConfig(
             args.block_size, args.width, args.layers, args.heads, dropout=args.dropout
         )

@@ -110,7 +110,7 @@ class Agents:
             agent.wait()
 
 
-def conclusion(lines: list[str]) -> str:
+def judge_worlds(lines: list[str]) -> str:
     """Check all that the ranks have said.
 
     Raises:
@@ -140,7 +140,8 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # By default torch 2.13's agents let their ranks use a store that they keep from one
     # meeting to the next. Those who met before do not announce it again: an agent that
-    # is new waits for that for a minute, and all fail.
+    # is new waits for that for a minute, and all fail. And it still holds the addresses
+    # of ranks that are no more.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         log, path = Path(folder, "log"), Path(folder, "run.pt")
@@ -164,7 +165,7 @@ def main() -> None:
             agents.wait_for("epoch .* different samples")
         finally:
             agents.kill_all()
-    print(f"check: {conclusion(agents.heard)}")
+    print(f"check: {judge_worlds(agents.heard)}")
 
 
 if __name__ == "__main__":

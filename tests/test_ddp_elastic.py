@@ -1,6 +1,7 @@
 """Chapter 03: a run that is killed ends with the weights of one left in peace."""
 
 import contextlib
+import inspect
 import io
 import os
 import random
@@ -17,6 +18,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+)
 
 from launch import ROOT, python
 from scripts import load_chapter
@@ -268,7 +272,9 @@ def test_run_killed_at_random_again_and_again_ends_with_the_same_weights(
 def dealt(samples: int, samples_per_step: int, batch_size: int) -> list[list[int]]:
     """Return the batches that this rank gets in one epoch."""
     return list(
-        module("resume").ElasticBatches(samples, samples_per_step, batch_size, 5)
+        module("elastic_batches").ElasticBatches(
+            samples, samples_per_step, batch_size, 5
+        )
     )
 
 
@@ -337,7 +343,7 @@ def test_ranks_come_and_go_and_the_steps_stay_the_same(
 
 def report(counts: list[int]) -> str:
     """Report an epoch of which this rank has seen `counts`."""
-    return module("resume").samples_report(torch.tensor(counts), 2, 4)
+    return module("elastic_batches").samples_report(torch.tensor(counts), 2, 4)
 
 
 def report_fails(by_rank: list[list[int]]) -> str:
@@ -432,6 +438,31 @@ def test_snapshot_that_cannot_be_gone_on_from(text: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+def test_restarts_that_would_meet_dead_ranks_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_restarts = module("resume").check_restarts
+    for shared, restarts, is_refused in (
+        ("True", "3", True),
+        ("True", "0", False),
+        ("False", "3", False),
+    ):
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        expected = pytest.raises(ValueError) if is_refused else contextlib.nullcontext()
+        with expected:
+            check_restarts()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    # If torch has changed this, the script need not refuse any more.
+    source = inspect.getsource(DynamicRendezvousHandler.next_rendezvous)
+    assert "self._bootstrap_store_info is None or" in source
+    assert "type: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in complaint(
+        ["--max-steps=1"]
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
 def test_run_with_other_settings_does_not_go_on(text: Path, tmp_path: Path) -> None:
     path = tmp_path / "gpt.pt"
     words = words_for(text, path, 8, 1)
@@ -484,7 +515,7 @@ def test_crashes_py_counts_what_differs(text: Path, tmp_path: Path) -> None:
 
 
 def test_world_changes_py_finds_a_lost_epoch() -> None:
-    conclusion = module("world_changes").conclusion
+    conclusion = module("world_changes").judge_worlds
     epoch = "epoch {} | 64 steps x 64 samples = 4096 different samples"
     lines = ["ranks: 2, threads", "ranks: 3, threads", "ranks: 2, threads"]
     sound = [*lines, epoch.format(0), epoch.format(1)]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from decimal import Decimal
 from pathlib import Path
+from unittest import SkipTest
 
 import pytest
 from sybil.example import SybilFailure
@@ -34,6 +35,19 @@ def update(root: Path, text: str) -> str:
     readme.write_text(text, "utf-8")
     assert ReadmeRunner(root).check(readme, update=True) == []
     return readme.read_text("utf-8")
+
+
+def test_block_is_skipped_where_what_it_needs_fails(tmp_path: Path) -> None:
+    runner = ReadmeRunner(tmp_path)
+    wrong = "$ echo here\nthere\n"
+    document = tmp_path / "README.md"
+    document.write_text(console(f"# needs: test -e nothing\n{wrong}"), "utf-8")
+    assert runner.check(document) == []
+    (example,) = runner.sybil.parse(document).examples()
+    with pytest.raises(SkipTest, match="this succeeds: test -e nothing"):
+        runner.problems(example)
+    # Where it succeeds the block is run like any other.
+    assert "there" in "".join(check(tmp_path, console(f"# needs: true\n{wrong}")))
 
 
 @pytest.mark.parametrize(
@@ -321,11 +335,15 @@ def test_pytest_collects_the_readmes(small_repository: Path) -> None:
     chapter = small_repository / "01_a"
     chapter.mkdir()
     (chapter / "README.md").write_text(console("$ ls 01_a\nREADME.txt\n"))
-    (chapter / "draft.md").write_text(console("$ false\n"))
+    # A chapter's further pages are tests too; those of other folders are not.
+    (chapter / "PAGE.md").write_text(console("$ echo page\npage\n"))
+    (small_repository / "notes").mkdir()
+    (small_repository / "notes" / "draft.md").write_text(console("$ false\n"))
     status, output = pytest_session(small_repository)
-    assert "1 failed, 2 passed" in output
+    assert "1 failed, 3 passed" in output
+    assert "01_a/PAGE.md::line:3,column:1" not in output
     assert "01_a/README.md::line:3,column:1" in output
-    assert "-README.txt\n+README.md\n+draft.md" in output
+    assert "-README.txt\n+PAGE.md\n+README.md" in output
     assert status == pytest.ExitCode.TESTS_FAILED
     # The copies that the commands ran in are deleted.
     assert [path.name for path in small_repository.parent.iterdir()] == [
