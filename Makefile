@@ -24,10 +24,9 @@ train: setup ## Set up, then train a small GPT with two processes.
 	@OMP_NUM_THREADS="$${OMP_NUM_THREADS:-$$(.venv/bin/python -c '$(half_the_cores)')}" \
 	    .venv/bin/torchrun --nproc-per-node=2 03_ddp_torchrun/train.py $(ARGS)
 
-# One thread a rank: the tests start up to four ranks, on however few cores. Two files of
-# tests at a time: much of a test is waiting for processes to start.
+# One thread a rank: the tests start up to four ranks, on however few cores.
 test: setup-dev ## Set up, then run every test.
-	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PYTEST_ARGS)
 
 lint: setup-dev ## Check format, style, spelling and types.
 	@.venv/bin/ruff format --check .

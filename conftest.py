@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 # The reasons for which a test may be skipped. The key is a regular expression that
 # matches the whole reason, the value says why the skip cannot be avoided.
-ALLOWED_SKIPS = {
-    "no laboratory here: .*": "network namespaces need Linux, and root or its consent",
-    "the block needs a machine where this succeeds: .*": "the same, for the pages",
-    "python-etcd is not installed": "etcd is a server that few laptops have",
-    "etcd is not installed": "the same",
-}
+ALLOWED_SKIPS: dict[str, str] = {}
 
 readmes = ReadmeRunner()
 markdown_files = set(readmes.markdown_files())
