@@ -1,7 +1,7 @@
 """See which rank is dealt which samples, and what the dealing does to a mean.
 
 Run: torchrun --nproc-per-node=3 03_ddp_torchrun/sampler.py
-Needs: requirements.txt, and 2 ranks or more.
+Needs: all_ranks.py beside it, and 2 ranks or more.
 Expect: the samples of each rank in order, shuffled, padded and cut off; then one
     validation loss found in three ways, of which one is right.
 Before: 03_ddp_torchrun/generate.py
@@ -22,6 +22,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
+
+from all_ranks import raise_on_all_ranks
 
 SEED = 0
 EPOCHS = 3
@@ -173,15 +175,6 @@ def try_means(samples: int, device: torch.device) -> tuple[list[str], list[str]]
     return lines, faults
 
 
-def raise_together(faults: list[str]) -> None:
-    """Raise on every rank if one of them found a fault; all ranks must call this."""
-    by_rank: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(by_rank, faults)
-    found = [f"rank {rank}: {one}" for rank, own in enumerate(by_rank) for one in own]
-    if found:
-        raise RuntimeError("; ".join(found))
-
-
 def choose_device(local_rank: int, local_world_size: int) -> tuple[torch.device, str]:
     """Give each rank an accelerator of its own, or every rank the CPU; say why."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -226,7 +219,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"device: {device.type} with {backend} ({reason})")
         print("\n".join(deals + means))
-    raise_together(wrong_deals + wrong_means)
+    raise_on_all_ranks(wrong_deals + wrong_means)
     if dist.get_rank() == 0:
         print(
             f"check: {len(DEALS)} deals and 3 means on {world_size} ranks are what one "

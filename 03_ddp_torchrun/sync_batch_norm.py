@@ -1,7 +1,7 @@
 """Normalise by the statistics of all ranks' samples, so that N ranks equal one process.
 
 Run: torchrun --nproc-per-node=2 03_ddp_torchrun/sync_batch_norm.py
-Needs: requirements.txt, and 2 ranks or more. PyTorch's own SyncBatchNorm needs an
+Needs: all_ranks.py beside it, and 2 ranks or more. PyTorch's own SyncBatchNorm needs an
     accelerator for each rank; without one the script shows its error and goes on.
 Expect: a table of how far BatchNorm under DDP is from one process with the whole
     batch, and how far synchronised layers are; and what becomes of running statistics.
@@ -26,6 +26,8 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from all_ranks import raise_on_all_ranks
 
 BATCH_SIZE = 8  # of one rank
 FEATURES = 5
@@ -162,15 +164,6 @@ def running_means(device: torch.device) -> list[list[float]]:
     return history
 
 
-def raise_together(faults: list[str]) -> None:
-    """Raise on every rank if one of them found a fault; all ranks must call this."""
-    by_rank: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(by_rank, faults)
-    found = [f"rank {rank}: {one}" for rank, own in enumerate(by_rank) for one in own]
-    if found:
-        raise RuntimeError("; ".join(found))
-
-
 def choose_device(local_rank: int, local_world_size: int) -> tuple[torch.device, str]:
     """Give each rank an accelerator of its own, or every rank the CPU; say why."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -238,7 +231,7 @@ def main() -> None:
         print("running mean of one feature in BatchNorm1d, on each rank")
         print("  after a step          ", *(f"{mean:7.4f}" for mean in after_step))
         print("  after the next forward", *(f"{mean:7.4f}" for mean in after_forward))
-    raise_together(faults)
+    raise_on_all_ranks(faults)
     if dist.get_rank() == 0:
         layers = " and ".join(list(rows)[1:])
         print(f"check: {layers} within {TOLERANCE:.0e} of one process, on all ranks")

@@ -1,7 +1,7 @@
 """Call a DDP model twice in a step, as a GAN does, and compare with one process.
 
 Run: torchrun --nproc-per-node=2 03_ddp_torchrun/two_forwards.py
-Needs: requirements.txt, and 2 ranks or more.
+Needs: all_ranks.py beside it, and 2 ranks or more.
 Expect: a table of ways to arrange forwards and backwards; under three settings of DDP,
     each gives the gradient of one process, another one in silence, or an error.
 Before: 03_ddp_torchrun/unused_parameters.py
@@ -29,6 +29,8 @@ import torch.distributed.nn
 from torch import nn
 from torch.nn.functional import softplus
 from torch.nn.parallel import DistributedDataParallel
+
+from all_ranks import raise_on_all_ranks
 
 LIMIT = 1e-5  # of the largest entry of a gradient
 # What can come of it: two gradients, and the beginnings of four errors.
@@ -181,15 +183,6 @@ def try_way(way: Way, make: Make, options: dict, device: torch.device) -> str:
     return R if worst < LIMIT else f"{worst:.2f} {W}"
 
 
-def raise_together(faults: list[str]) -> None:
-    """Raise on every rank if one of them found a fault; all ranks must call this."""
-    by_rank: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(by_rank, faults)
-    found = [f"rank {rank}: {one}" for rank, own in enumerate(by_rank) for one in own]
-    if found:
-        raise RuntimeError("; ".join(found))
-
-
 def choose_device(local_rank: int, local_world_size: int) -> tuple[torch.device, str]:
     """Give each rank an accelerator of its own, or every rank the CPU; say why."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -240,7 +233,7 @@ def main() -> None:
         lines.append(f"{title:27}" + " ".join(f"{cell:>12}" for cell in cells))
     lines += [f"{name}: {text}" for text, name in ERRORS.items()]
     say("\n".join(lines), flush=True)
-    raise_together(faults)
+    raise_on_all_ranks(faults)
     say(f"check: {4 * len(ROWS)} results on {world_size} ranks against one process's")
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """Leave a part of the model out of a step, and see what DDP makes of that.
 
 Run: torchrun --nproc-per-node=2 03_ddp_torchrun/unused_parameters.py
-Needs: requirements.txt, and 2 ranks or more.
+Needs: all_ranks.py beside it, and 2 ranks or more.
 Expect: for each setting, step by step, whether the gradients are the mean over ranks or
     each rank's own, or an error comes; and what looking for unused parts costs.
 Before: 03_ddp_torchrun/sync_batch_norm.py
@@ -27,6 +27,8 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from all_ranks import raise_on_all_ranks
 
 HANG = timedelta(seconds=3)  # how long to wait in vain
 ROUNDS = 60  # of timing, the first three to warm up
@@ -183,15 +185,6 @@ def measure_cost(device: torch.device) -> list[str]:
     ]
 
 
-def raise_together(faults: list[str]) -> None:
-    """Raise on every rank if one of them found a fault; all ranks must call this."""
-    by_rank: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(by_rank, faults)
-    found = [f"rank {rank}: {one}" for rank, own in enumerate(by_rank) for one in own]
-    if found:
-        raise RuntimeError("; ".join(found))
-
-
 def choose_device(local_rank: int, local_world_size: int) -> tuple[torch.device, str]:
     """Give each rank an accelerator of its own, or every rank the CPU; say why."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -240,7 +233,7 @@ def main() -> None:
         dist.all_gather_object(by_rank, outcomes)
         lines += [title, *describe_steps(steps, by_rank)]
     say("\n".join([*lines, "time of a step that uses all", *measure_cost(device)]))
-    raise_together(faults)
+    raise_on_all_ranks(faults)
     say(f"check: the steps of {len(ACTS)} acts came out so on {world_size} ranks")
     dist.destroy_process_group()
 
