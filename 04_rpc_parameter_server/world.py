@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ def be_launched(
 ) -> None:
     """Be one of the processes that `launch` starts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     try:
         store = reach_store(LOOPBACK, port, 5)
         store.set("fork server", str(os.getppid()))
@@ -27,6 +29,34 @@ def be_launched(
             body(name, store, *args)
     except (TimeoutError, dist.DistError):
         os._exit(NAMED)
+
+
+@contextlib.contextmanager
+def signals_wait() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait until all processes have been started.
+
+    In the middle of it there would be a process that nobody knows yet, and an import
+    that Python reports with a traceback.
+    """
+    came: list[int] = []
+    numbers = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) != signal.SIG_IGN
+    ]
+    old = {n: signal.signal(n, lambda got, _: came.append(got)) for n in numbers}
+    # Who is started inherits this, and keeps it until it is ready to end. The process
+    # that Python starts first lifts the block again: it has to be there already.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    if came:
+        sys.exit(128 + came[0])
 
 
 def launch(names: list[str], body: Callable[..., None], *args: Any) -> None:
@@ -52,8 +82,9 @@ def launch(names: list[str], body: Callable[..., None], *args: Any) -> None:
         for name in names
     }
     try:
-        for process in processes.values():
-            process.start()
+        with signals_wait():
+            for process in processes.values():
+                process.start()
         alive = {process.sentinel: name for name, process in processes.items()}
         while alive:
             for sentinel in wait(list(alive)):
