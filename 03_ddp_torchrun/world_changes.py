@@ -6,7 +6,7 @@ Expect: two agents of torchrun train together, each with one rank, as two machin
     do; a third joins; one of the first is killed; the other two finish an epoch. Then a
     `check:` that the batch was the same throughout and each sample was seen once.
 Before: 03_ddp_torchrun/crashes.py
-Next: 04_rpc_parameter_server/rpc_in_four_calls.py
+Next: 03_ddp_torchrun/lab.py, machines that are really separate.
 """
 
 import contextlib

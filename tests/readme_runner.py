@@ -29,9 +29,11 @@ output and standard error together::
   status.
 * ``...`` stands for any text, also over several lines. White space at line ends and
   empty lines at the end of an output do not count; all else is compared exactly.
-* The block may start with comment lines. One that reads ``# numbers within 10 %``
-  allows each number that the README writes with a decimal point to be off by that
-  much. Whole numbers stay exact.
+* The block may start with comment lines. One that reads ``# needs: COMMAND`` skips the
+  block, visibly, where that command fails: on machines without root, say. It is never
+  shown to be right there, so CI has to be a machine where it succeeds.
+* One that reads ``# numbers within 10 %`` allows each number that the README writes
+  with a decimal point to be off by that much. Whole numbers stay exact.
 * An output cannot hold a line that starts with ``$ ``, nor start with ``> ``.
 
 ``diff`` blocks are generated from the files named by a comment right above them::
@@ -68,6 +70,7 @@ from doctest import (
 )
 from pathlib import Path
 from typing import Any
+from unittest import SkipTest
 
 from sybil import Document, Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser
@@ -77,6 +80,7 @@ from launch import ROOT, LaunchError, Result, clean_environment, run
 SECONDS_PER_COMMAND = 300
 ASK_STATUS = "echo $?"
 COMPARISON = ELLIPSIS | DONT_ACCEPT_BLANKLINE | DONT_ACCEPT_TRUE_FOR_1
+NEEDS = re.compile(r"# needs: (.+)")
 TOLERANCE = re.compile(r"# numbers within (\d+(?:\.\d+)?) ?%")
 # A number with a decimal point that is not part of a word or of a version such as
 # 2.13.0. The spaces before it belong to it because columns shift with its width.
@@ -201,6 +205,12 @@ class Block:
                 return Decimal(match[1]) / 100
         return Decimal(0)
 
+    @property
+    def needs(self) -> str:
+        """The command without whose success the block cannot be run; empty if none."""
+        found = (NEEDS.fullmatch(comment.rstrip()) for comment in self.comments)
+        return next((match[1] for match in found if match), "")
+
 
 @dataclass
 class Outcome:
@@ -213,6 +223,7 @@ class Outcome:
     source: str
     errors: list[str] = field(default_factory=list)
     drift: list[str] = field(default_factory=list)
+    skipped: str = ""
 
 
 def parse_block(source: str) -> Block:
@@ -360,6 +371,11 @@ def run_block(source: str, terminal: Terminal) -> Outcome:
     except ValueError as error:
         outcome.errors.append(str(error))
         return outcome
+    if block.needs and terminal.run(block.needs).returncode:
+        outcome.skipped = (
+            f"the block needs a machine where this succeeds: {block.needs}"
+        )
+        return outcome
     lines = list(block.comments)
     for index, step in enumerate(block.steps):
         command = "\n".join(step.shown)
@@ -469,6 +485,8 @@ class ReadmeRunner:
     def problems(self, example: Example) -> str | None:
         """Return what is wrong with a block, or None: a Sybil evaluator."""
         outcome = self.outcome(example)
+        if outcome.skipped:
+            raise SkipTest(outcome.skipped)
         return "\n\n".join(outcome.errors + outcome.drift) or None
 
     @staticmethod
@@ -485,6 +503,8 @@ class ReadmeRunner:
         try:
             for example in document.examples():
                 outcome = self.outcome(example)
+                if outcome.skipped:
+                    print(f"{path}:{example.line}: skipped: {outcome.skipped}")
                 left = outcome.errors if update else outcome.errors + outcome.drift
                 problems += [f"{path}:{example.line}: {problem}" for problem in left]
                 if outcome.drift and not outcome.errors:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from decimal import Decimal
 from pathlib import Path
+from unittest import SkipTest
 
 import pytest
 from sybil.example import SybilFailure
@@ -34,6 +35,19 @@ def update(root: Path, text: str) -> str:
     readme.write_text(text, "utf-8")
     assert ReadmeRunner(root).check(readme, update=True) == []
     return readme.read_text("utf-8")
+
+
+def test_block_is_skipped_where_what_it_needs_fails(tmp_path: Path) -> None:
+    runner = ReadmeRunner(tmp_path)
+    wrong = "$ echo here\nthere\n"
+    document = tmp_path / "README.md"
+    document.write_text(console(f"# needs: test -e nothing\n{wrong}"), "utf-8")
+    assert runner.check(document) == []
+    (example,) = runner.sybil.parse(document).examples()
+    with pytest.raises(SkipTest, match="this succeeds: test -e nothing"):
+        runner.problems(example)
+    # Where it succeeds the block is run like any other.
+    assert "there" in "".join(check(tmp_path, console(f"# needs: true\n{wrong}")))
 
 
 @pytest.mark.parametrize(

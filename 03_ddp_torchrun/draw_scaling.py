@@ -1,0 +1,129 @@
+"""Draw what scaling.py measured, and how far its model reaches beyond that.
+
+Run: python 03_ddp_torchrun/draw_scaling.py
+Needs: matplotlib, and assets/03_scaling.json, as scaling.py --json writes it.
+Expect: assets/03_scaling.png, and a `check:` of how far the predictions are off.
+Before: 03_ddp_torchrun/scaling.py
+Next: 03_ddp_torchrun/MACHINES.md, which shows the picture.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # draw into a file; no window, no display needed
+
+import matplotlib.pyplot as plt
+
+from step_model import step_ms
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+# Okabe and Ito's colours, which people with any colour vision tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+TOKENS = 128e3  # in a sample, times the milliseconds in a second
+KINDS = {  # marker, line, label
+    "weak": ("o", "-", "weak, one bucket"),
+    "overlap": ("^", "--", "weak, four buckets"),
+    "strong": ("s", ":", "strong, one bucket"),
+}
+LIMIT = 0.25  # how far off a drawn prediction may be where a link sets the pace
+
+
+def rate(row: dict[str, Any], key: str) -> float:
+    """Return thousands of tokens in a second."""
+    return row["ranks"] * row["samples"] * TOKENS / row[key] / 1e3
+
+
+def errors(one: dict[str, Any]) -> list[float]:
+    """Return how far the predictions are off for teams that the fit has not seen."""
+    unseen = [row for row in one["rows"] if row["ranks"] > 2]
+    return [row["predicted_ms"] / row["ms"] - 1 for row in unseen]
+
+
+def draw_measured(axes: plt.Axes, found: dict[str, dict[str, Any]]) -> None:
+    """Plot tokens per second against ranks: marks measured, lines predicted."""
+    for one, colour in zip(found.values(), COLOURS, strict=False):
+        for kind, (marker, style, _) in KINDS.items():
+            rows = [row for row in one["rows"] if row["kind"] == kind]
+            ranks = [row["ranks"] for row in rows]
+            measured = [rate(row, "ms") for row in rows]
+            axes.plot(ranks, measured, marker, color=colour, ms=5.5)
+            expected = [rate(row, "predicted_ms") for row in rows]
+            axes.plot(ranks, expected, style, color=colour, lw=1.2)
+    for marker, style, label in KINDS.values():
+        axes.plot([], [], style, marker=marker, color="#555555", label=label)
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("thousand tokens per second")
+    axes.set_ylim(0, 85)  # room for the legend
+    axes.set_xticks([1, 2, 3, 4])
+    off = max(abs(error) for one in found.values() for error in errors(one))
+    title = f"measured (marks), predicted (lines), up to {off:.0%} off"
+    axes.set_title(title, fontsize=10)
+    axes.legend(fontsize=8, loc="upper center", borderaxespad=0)
+
+
+def draw_far(axes: plt.Axes, found: dict[str, dict[str, Any]]) -> None:
+    """Plot the efficiency of weak scaling up to 1024 ranks with a core each."""
+    ranks = [2**power for power in range(11)]
+    for (where, one), colour in zip(found.items(), COLOURS, strict=False):
+        link = one["latency_ms"], one["bytes_per_ms"]
+        for kind in ("weak", "overlap"):
+            (row,) = (
+                row for row in one["rows"] if row["kind"] == kind and row["ranks"] == 1
+            )
+            alone = row["alone_ms"]
+            steps = [step_ms(alone, row["buckets"], n, *link) for n in ranks]
+            label = where if kind == "weak" else None
+            style = KINDS[kind][1]
+            shares = [100 * alone / ms for ms in steps]
+            axes.plot(ranks, shares, style, color=colour, lw=1.5, label=label)
+    axes.axvspan(1, 4, color="#BBBBBB", alpha=0.3, lw=0)
+    axes.text(1.1, 4, "run", fontsize=8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1, 8, 64, 1024], ["1", "8", "64", "1024"])
+    axes.set_ylim(0, 105)
+    axes.set_xlabel("ranks, each with a core of its own")
+    axes.set_ylabel("efficiency of weak scaling, %")
+    axes.set_title("predicted, beyond what was run", fontsize=10)
+    axes.legend(fontsize=8, loc="upper right")
+
+
+def main() -> None:
+    """Read the numbers, check them, draw them."""
+    parser = argparse.ArgumentParser(description="Draw what scaling.py measured.")
+    add = parser.add_argument
+    add("--numbers", type=Path, default=ASSETS / "03_scaling.json", help="JSON")
+    add("--out", type=Path, default=ASSETS, help="folder to write to")
+    args = parser.parse_args()
+    if not args.out.is_dir():
+        sys.exit(f"draw_scaling.py: there is no folder {args.out}")
+    if not args.numbers.is_file():
+        sys.exit(f"draw_scaling.py: there is no file {args.numbers}")
+    found = json.loads(args.numbers.read_text())
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 4.2), dpi=110)
+    figure.patch.set_facecolor("white")
+    draw_measured(left, found)
+    draw_far(right, found)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    off = [one for each in found.values() for one in errors(each)]
+    worst = max(off, key=abs)
+    if abs(worst) > LIMIT:
+        raise RuntimeError(
+            f"a drawn prediction is {worst:+.0%} off (limit {LIMIT:.0%})"
+        )
+    figure.savefig(args.out / "03_scaling.png", metadata={})
+    print(
+        f"check: {len(off)} steps of ranks that the fit has not seen are predicted "
+        f"within {abs(worst):.0%} (limit {LIMIT:.0%}); wrote 03_scaling.png"
+    )
+
+
+if __name__ == "__main__":
+    main()
