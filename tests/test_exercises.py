@@ -1,0 +1,825 @@
+"""The exercises: what their checkers say to right answers and to wrong ones.
+
+Each stub is run by its chapter's README. Here the checkers themselves are called in the
+pool's workers, with answers in the place of the stub, many of them in one run.
+"""
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from launch import ROOT
+from worker_pool import WorkerPool
+
+Answers = list[Any]
+# For each answer what each rank must be told; of a hint the first words, "" if right.
+Hints = list[tuple[Any, list[str]]]
+
+
+def load_exercise(chapter: str, name: str) -> ModuleType:
+    """Import one script of a chapter; only that stays in `sys.modules`.
+
+    Its neighbours, of which other chapters have others of the same names, are taken out
+    again. (`load_chapter` imports all of a chapter, of which some is slow to import.)
+    """
+    neighbours = {path.stem for path in (ROOT / chapter).glob("*.py")} - {name}
+    hidden = {one: sys.modules.pop(one) for one in neighbours & set(sys.modules)}
+    sys.path.insert(0, str(ROOT / chapter))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(ROOT / chapter))
+        for one in neighbours:
+            sys.modules.pop(one, None)
+        sys.modules.update(hidden)
+
+
+MEAN = load_exercise("01_communication", "exercise_uneven_mean")
+BUCKETS = load_exercise("02_ddp_mp", "exercise_buckets")
+ACCUMULATION = load_exercise("03_ddp_torchrun", "exercise_accumulation")
+TRAINING = load_exercise("03_ddp_torchrun", "exercise_broken_training")
+LOST = load_exercise("04_rpc_parameter_server", "exercise_lost_steps")
+WAITING = load_exercise("04_rpc_parameter_server", "exercise_waiting_server")
+ADAM = load_exercise("05_deepspeed_zero", "exercise_sharded_adam")
+ENGINE = load_exercise("05_deepspeed_zero", "exercise_broken_engine")
+
+# Those of chapter 04 import the exercise.
+from answers import broken_engine  # noqa: E402
+from answers.accumulation import train_epoch  # noqa: E402
+from answers.broken_training import train_and_save  # noqa: E402
+from answers.buckets import average_in_buckets  # noqa: E402
+from answers.lost_steps import add_to_rows, step_on_server  # noqa: E402
+from answers.sharded_adam import ShardedAdam  # noqa: E402
+from answers.uneven_mean import mean_and_std  # noqa: E402
+from answers.waiting_server import push  # noqa: E402
+
+
+@contextlib.contextmanager
+def group_that_reports(file: str) -> Iterator[None]:
+    """Put a group like that of `ask_ranks` in the place of the pool's.
+
+    Its ranks are told when they make different calls, and do not wait for long.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.destroy_process_group()
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(file, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=4),
+    )
+    try:
+        yield
+    finally:
+        dist.set_debug_level(level)
+
+
+def judge(
+    prefix: str, module: ModuleType, stub: str, checker: str, answers: Answers
+) -> list[str]:
+    """Let a checker judge answers on this rank, each in a group of its own.
+
+    `prefix` is the beginning of the names of the files at which the ranks meet.
+    """
+    told = []
+    for number, answer in enumerate(answers):
+        with (
+            group_that_reports(f"{prefix}{number}"),
+            mock.patch.object(module, stub, answer),
+        ):
+            told.append(getattr(module, checker)(dist.get_rank()))
+    return told
+
+
+def expect(by_rank: list[list[str]], hints: Hints) -> None:
+    """Every rank must have been told of every answer what is expected."""
+    assert len(by_rank) > 1
+    count = 0
+    wrong = []
+    for number, (answer, expected) in enumerate(hints):
+        told = [one[number] for one in by_rank]
+        assert len(expected) == len(told)
+        for text, hint in zip(told, expected, strict=True):
+            count += 1
+            if not text.startswith(hint) or bool(text) != bool(hint):
+                wrong.append(f"{answer}: {text!r}, not {hint!r}")
+    assert wrong == []
+    assert count == len(by_rank) * len(hints) > 0
+
+
+# 01: a mean over ranks that have unequally many numbers.
+
+
+def judge_means(folder: str, answers: list[Any]) -> list[str]:
+    return judge(f"{folder}/", MEAN, "mean_and_std", "judge_means", answers)
+
+
+def global_mean(own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total = torch.tensor([own.sum(), len(own)])
+    dist.all_reduce(total)
+    return total[0] / total[1], total[1]
+
+
+def repairs_only_the_mean(own: torch.Tensor) -> tuple[float, float]:
+    mean, _ = global_mean(own)
+    variance = (own - mean).square().mean()
+    dist.all_reduce(variance, op=dist.ReduceOp.AVG)
+    return mean.item(), variance.sqrt().item()
+
+
+def averages_deviations(own: torch.Tensor) -> tuple[float, float]:
+    deviation = own.std(correction=0)
+    dist.all_reduce(deviation, op=dist.ReduceOp.AVG)
+    return global_mean(own)[0].item(), deviation.item()
+
+
+def measures_from_own_mean(own: torch.Tensor) -> tuple[float, float]:
+    mean, count = global_mean(own)
+    squares = (own - own.mean()).square().sum()
+    dist.all_reduce(squares)
+    return mean.item(), (squares / count).sqrt().item()
+
+
+def divides_by_one_less(own: torch.Tensor) -> tuple[float, float]:
+    mean, count = global_mean(own)
+    squares = (own - mean).square().sum()
+    dist.all_reduce(squares)
+    return mean.item(), (squares / (count - 1)).sqrt().item()
+
+
+def weighs_means(own: torch.Tensor) -> tuple[float, float]:
+    # Right, until a rank has no number and thus no mean.
+    count = torch.tensor(float(len(own)))
+    total = torch.stack([own.mean() * count, own.square().mean() * count, count])
+    dist.all_reduce(total)
+    mean, square = (total[:2] / total[2]).tolist()
+    return mean, max(0.0, square - mean**2) ** 0.5
+
+
+def subtracts_squares(own: torch.Tensor) -> tuple[float, float]:
+    total = torch.tensor([own.sum(), own.square().sum(), len(own)])
+    dist.all_reduce(total)
+    mean, square = (total[:2] / total[2]).tolist()
+    return mean, max(0.0, square - mean**2) ** 0.5
+
+
+def stays_away(own: torch.Tensor) -> tuple[float, float]:
+    return mean_and_std(own) if len(own) else (0.0, 0.0)
+
+
+def reduces_to_rank_zero(own: torch.Tensor) -> tuple[float, float]:
+    total = torch.tensor([own.sum(), own.square().sum(), len(own)])
+    dist.reduce(total, dst=0)
+    mean, square = (total[:2] / total[2]).tolist()
+    return mean, max(0.0, square - mean**2) ** 0.5
+
+
+def returns_nothing(own: torch.Tensor) -> None:
+    mean_and_std(own)
+
+
+def centres_in_place(own: torch.Tensor) -> tuple[float, float]:
+    mean, std = mean_and_std(own)
+    own -= mean
+    return mean, std
+
+
+def test_mean(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    no_mean = "of 4, 4, 4 numbers: its mean is "
+    no_deviation = "of 4, 4, 4 numbers: its deviation is "
+    hints: Hints = [
+        (mean_and_std, [""] * 3),
+        (
+            repairs_only_the_mean,
+            ["of 2, 3, 7 numbers: its deviation is 6.23, not 6.48: the ranks' mean sq"]
+            * 3,
+        ),
+        (
+            averages_deviations,
+            [f"{no_deviation}2.24, not 3.16: the mean of the ranks' deviations; "] * 3,
+        ),
+        (
+            measures_from_own_mean,
+            [f"{no_deviation}2.42, not 3.16: measured from each rank's own mean; "] * 3,
+        ),
+        (
+            divides_by_one_less,
+            [f"{no_deviation}3.30, not 3.16: it is divided by n - 1, not by n"] * 3,
+        ),
+        (
+            weighs_means,
+            ["of 0, 5, 7 numbers: its mean is nan: the mean of no numbers"] * 3,
+        ),
+        (subtracts_squares, ["of 2, 3, 7 numbers near 10000: its deviation is "] * 3),
+        (
+            stays_away,
+            ["of 0, 5, 7 numbers: its mean is 0.00, not 8.50"]
+            + ["of 0, 5, 7 numbers: waited in a collective, to which not all"] * 2,
+        ),
+        (
+            reduces_to_rank_zero,
+            [
+                "of 4, 4, 4 numbers: this rank is right",
+                f"{no_mean}3.50, not 4.00; rank 0 has the right ones",
+                f"{no_mean}3.25, not 4.00; rank 0 has the right ones",
+            ],
+        ),
+        (returns_nothing, ["of 4, 4, 4 numbers: it does not return two numbers"] * 3),
+        (centres_in_place, ["of 4, 4, 4 numbers: it has changed the numbers"] * 3),
+    ]
+    answers = [answer for answer, _ in hints]
+    by_rank = worker_pool.run(
+        judge_means, str(tmp_path), answers, world_size=3, timeout=120
+    )
+    expect(by_rank, hints)
+
+
+# 02: gradients averaged in buckets.
+
+
+def judge_buckets(folder: str, answers: Answers) -> list[str]:
+    return judge(f"{folder}/", BUCKETS, "average_in_buckets", "judge_buckets", answers)
+
+
+def fill_buckets(parameters: list[Any], cap: int, flaw: str) -> None:
+    """Average gradients as the answer does, but for one flaw."""
+    buckets: list[list[torch.Tensor]] = []
+    room = 0
+    for parameter in parameters:
+        if parameter.grad is None:
+            if flaw == "skips what is None":
+                continue
+            parameter.grad = torch.zeros_like(parameter)
+        if not buckets or parameter.numel() > room or flaw == "one for each":
+            if flaw != "one for all" or not buckets:
+                buckets.append([])
+            room = cap
+        buckets[-1].append(parameter.grad)
+        room -= parameter.numel()
+    if flaw == "forgets the last":
+        buckets.pop()
+    if flaw == "last layer first":
+        buckets.reverse()
+    op = dist.ReduceOp.SUM if flaw == "sum" else dist.ReduceOp.AVG
+    for bucket in buckets:
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        dist.all_reduce(flat, op=op)
+        if flaw == "mixes them up":
+            bucket = bucket[::-1]
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        for gradient, part in zip(bucket, parts, strict=True):
+            if flaw != "does not write back":
+                gradient.copy_(part.view_as(gradient))
+
+
+def test_buckets(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    first = "room for 32: "
+    hints: Hints = [(average_in_buckets, [""] * 3)]
+    hints += [
+        (functools.partial(fill_buckets, flaw=flaw), [hint] * 3)
+        for flaw, hint in {
+            "one for each": f"{first}7 messages were sent, where 5 would do",
+            "one for all": f"{first}one message has 111 numbers, but only 32 fit",
+            "sum": f"{first}gradient 0 is 3 times the mean: it is the sum (and 6 more)",
+            "forgets the last": f"{first}gradient 6 still holds this rank's own",
+            "last layer first": f"{first}the messages have [3, 40, 13, 30, 25] numbers",
+            "mixes them up": f"{first}gradient 0 begins with number 5 of gradient 0",
+            "does not write back": f"{first}111 numbers were sent, but gradient 0",
+        }.items()
+    ]
+    mine = (
+        "this rank calls ALLREDUCE of shape [13], another rank ALLREDUCE of shape [7]"
+    )
+    other = (
+        "this rank calls ALLREDUCE of shape [7], another rank ALLREDUCE of shape [13]"
+    )
+    skips = functools.partial(fill_buckets, flaw="skips what is None")
+    case = "room for 32, no gradient 3 on rank 1: "
+    hints.append((skips, [case + mine, case + other, case + mine]))
+    answers = [answer for answer, _ in hints]
+    by_rank = worker_pool.run(
+        judge_buckets, str(tmp_path), answers, world_size=3, timeout=120
+    )
+    expect(by_rank, hints)
+
+
+# 03: accumulation over an epoch, and a training loop.
+
+
+def judge_accumulation(folder: str, answers: Answers) -> list[str]:
+    return judge(
+        f"{folder}/", ACCUMULATION, "train_epoch", "judge_accumulation", answers
+    )
+
+
+def accumulate(
+    ddp_model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Any],
+    grad_accum_steps: int,
+    flaw: str,
+) -> None:
+    """Go through an epoch in the way that most people write first, with one flaw."""
+    for number, (inputs, labels) in enumerate(batches, start=1):
+        at_end = number == len(batches) and flaw not in {"rest not sent", "no rest"}
+        is_last = number % grad_accum_steps == 0 or at_end
+        begun = (number - 1) // grad_accum_steps * grad_accum_steps
+        divisor = min(grad_accum_steps, len(batches) - begun)
+        if flaw == "always divided by 4":
+            divisor = grad_accum_steps
+        if flaw == "not divided":
+            divisor = 1
+        quiet = not is_last and flaw != "never quiet"
+        with ddp_model.no_sync() if quiet else contextlib.nullcontext():
+            if flaw != "quiet too late":
+                loss = F.mse_loss(ddp_model(inputs), labels)
+                (loss / divisor).backward()
+        if flaw == "quiet too late":
+            loss = F.mse_loss(ddp_model(inputs), labels)
+            with ddp_model.no_sync() if quiet else contextlib.nullcontext():
+                (loss / divisor).backward()
+        if is_last or (flaw == "rest not sent" and number == len(batches)):
+            optimizer.step()
+        if flaw != "never cleared" and (is_last or flaw == "always cleared"):
+            optimizer.zero_grad()
+
+
+def test_accumulation(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    of = "the gradient of step"
+    hints: Hints = [(train_epoch, [""] * 2)]
+    hints += [
+        (functools.partial(accumulate, flaw=flaw), [hint] * 2)
+        for flaw, hint in {
+            "always divided by 4": f"{of} 3 is divided by 4, but this step has 2",
+            "not divided": f"{of} 1 is 4 times too large: add up losses that are",
+            "never quiet": "right, but with 10 exchanges, where 3 do: only the last",
+            "quiet too late": "right, but with 10 exchanges, where 3 do: DDP must be",
+            "rest not sent": f"{of} 3 is this rank's own: it has not been exchanged",
+            "no rest": "2 steps, and the last 2 batches are left over",
+            "never cleared": f"{of} 2 still holds that of the step before it",
+            "always cleared": f"{of} 1 is that of its last batch alone, divided",
+        }.items()
+    ]
+    # The comparison above would accept a flaw that this function did not make.
+    hints.append((functools.partial(accumulate, flaw=""), [""] * 2))
+    answers = [answer for answer, _ in hints]
+    by_rank = worker_pool.run(
+        judge_accumulation, str(tmp_path), answers, world_size=2, timeout=120
+    )
+    expect(by_rank, hints)
+
+
+def judge_training(folder: str, answers: Answers) -> list[str]:
+    with mock.patch.object(TRAINING, "PATIENCE", timedelta(seconds=4)):
+        return judge(
+            f"{folder}/", TRAINING, "train_and_save", "judge_training", answers
+        )
+
+
+def train_with_flaw(
+    ddp_model: DistributedDataParallel, dataset: Dataset, path: Path, flaw: str
+) -> Any:
+    """Train as the answer does, but for one flaw."""
+    rank = dist.get_rank()
+    sampler = DistributedSampler(dataset, drop_last=True)
+    loader = DataLoader(dataset, 4, sampler=sampler)
+    if flaw == "shuffles without a sampler":
+        torch.manual_seed(rank)
+        loader = DataLoader(dataset, 4, shuffle=True)
+    optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.1)
+    forward = ddp_model.module if flaw == "passes DDP by" else ddp_model
+    losses = []
+    for epoch in range(TRAINING.EPOCHS):
+        if flaw != "forgets the epoch":
+            sampler.set_epoch(epoch)
+        total = torch.zeros(())
+        for inputs, labels in loader:
+            loss = F.mse_loss(forward(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+        if flaw == "sum":
+            dist.all_reduce(total)
+        elif flaw != "own loss" and (flaw != "rank 0 alone" or rank == 0):
+            dist.all_reduce(total, op=dist.ReduceOp.AVG)
+        losses.append((total / len(loader)).item())
+    model = ddp_model if flaw == "wrapped names" else ddp_model.module
+    if (rank == 0 or flaw == "all save") and flaw != "nobody saves":
+        torch.save(model if flaw == "saves the model" else model.state_dict(), path)
+    return None if flaw == "returns nothing" else losses
+
+
+def test_training(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    loss, mean = "the loss of epoch 0 is", "over all ranks 0.448: it is"
+    waits = "waited in a collective for rank 1, who did not come"
+    hints: Hints = [(train_and_save, [""] * 2)]
+    hints += [
+        (functools.partial(train_with_flaw, flaw=flaw), expected)
+        for flaw, expected in {
+            "": [""] * 2,
+            "forgets the epoch": ["epoch 1 has the order of an epoch before"] * 2,
+            "shuffles without a sampler": ["in epoch 0 the ranks saw 48 samples"] * 2,
+            "own loss": [
+                f"{loss} 0.417, {mean} this rank's own",
+                f"{loss} 0.479, {mean} this rank's own",
+            ],
+            "sum": [f"{loss} 0.896, {mean} the sum over the ranks"] * 2,
+            "returns nothing": ["it returned None, not a list of 3 losses"] * 2,
+            "all save": ["", "this rank writes the file too"],
+            "wrapped names": ["the names in the file begin with `module.`"] * 2,
+            "saves the model": ["the file holds something else than weights"] * 2,
+            "nobody saves": ["nobody has saved the weights"] * 2,
+            "passes DDP by": ["", "its weights are not those of rank 0"],
+            # Who waits for DDP's exchange loses it when the other has given up.
+            "rank 0 alone": [waits, "it ended with: "],
+        }.items()
+    ]
+    answers = [answer for answer, _ in hints]
+    by_rank = worker_pool.run(
+        judge_training, str(tmp_path), answers, world_size=2, timeout=120
+    )
+    expect(by_rank, hints)
+
+
+# 04: steps that are lost, and a server that waits for all trainers.
+
+
+def read_again_under_a_lock(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
+    # A lock of the trainer's own process.
+    with LOST.table_lock:
+        rows = rpc.rpc_sync("server", LOST.read_rows, args=(numbers,))
+        new = rows - LOST.LR * gradient
+        rpc.rpc_sync("server", LOST.write_rows, args=(numbers, new))
+
+
+def add_by_index(numbers: torch.Tensor, amount: torch.Tensor) -> None:
+    with LOST.table_lock:
+        LOST.table[numbers] += amount
+
+
+def counts_twins_once(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
+    rpc.rpc_sync("server", add_by_index, args=(numbers, -LOST.LR * gradient))
+
+
+def add_without_lock(numbers: torch.Tensor, amount: torch.Tensor) -> None:
+    LOST.table.index_add_(0, numbers, amount)
+
+
+def locks_nothing(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
+    rpc.rpc_sync("server", add_without_lock, args=(numbers, -LOST.LR * gradient))
+
+
+def goes_uphill(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
+    rpc.rpc_sync("server", add_to_rows, args=(numbers, 2 * -LOST.LR * gradient))
+
+
+def start_table_again() -> None:
+    """Make the server's table as it was."""
+    LOST.table.zero_()
+    LOST.table_lock.times = 0
+
+
+def judge_by_rpc(folder: str, answers: Answers) -> list[str]:
+    """Let the checkers of chapter 04 judge answers, with calls between processes."""
+    rank, names = dist.get_rank(), LOST.NAMES
+    by_rpc = vars(sys.modules[LOST.__name__])["ask_every_process"].__globals__
+    by_rpc["open_loopback_rpc"](rank, names, folder)
+    store = dist.FileStore(f"{folder}/store", len(names))
+    told = []
+    for number, answer in enumerate(answers):
+        if rank == 0:
+            start_table_again()
+        dist.barrier()
+        with mock.patch.object(LOST, "step_on_server", answer):
+            place = dist.PrefixStore(str(number), store)
+            told.append(LOST.judge_steps(names[rank], place))
+        dist.barrier()
+    with mock.patch.object(WAITING.Server, "push", push):
+        dist.barrier()
+        name = "trainers" if rank == 1 else "server"
+        told.append(WAITING.judge_server(name, store))
+        dist.barrier()
+    rpc.shutdown()
+    return told
+
+
+def test_steps_by_rpc(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    lost = "row 0, which both trainers change, has "
+    hints: Hints = [
+        (step_on_server, ["", "", ""]),
+        (read_again_under_a_lock, ["", lost, lost]),
+        (
+            counts_twins_once,
+            ["", "row 1 has 20 of 40 steps: its", "row 2 has 20 of 40 steps: its"],
+        ),
+        (locks_nothing, ["", *["no step is missing this time, but not every one"] * 2]),
+        (
+            goes_uphill,
+            ["", "rows 0 and 1 hold 80 and 80", "rows 0 and 2 hold 80 and 80"],
+        ),
+    ]
+    answers = [answer for answer, _ in hints]
+    by_rank = worker_pool.run(
+        judge_by_rpc, str(tmp_path), answers, world_size=3, timeout=120
+    )
+    # The last is the answer to the other exercise, with calls between processes too.
+    expect(by_rank, [*hints, (push, ["", "", ""])])
+
+
+class Asked:
+    """A call of `push` in a thread of its own, to be waited for as a call by RPC is."""
+
+    def __init__(self, server: Any, notes: list[bool], gradient: torch.Tensor) -> None:
+        """Start the call."""
+        self.result: Any = None
+        self.error: Exception | None = None
+        arguments = server, notes, gradient
+        threading.Thread(target=self.call, args=arguments, daemon=True).start()
+
+    def call(self, *arguments: Any) -> None:
+        """Keep what comes of it."""
+        try:
+            self.result = WAITING.push_and_note(*arguments)
+        except Exception as error:
+            self.error = error
+
+    def wait(self) -> Any:
+        """Return the weights, or raise what RPC would raise."""
+        deadline = time.monotonic() + WAITING.PATIENCE
+        while time.monotonic() < deadline:
+            if self.error is not None:
+                raise RuntimeError(str(self.error))
+            if self.result is not None and self.result.done():
+                return self.result.wait()
+            time.sleep(0.01)
+        raise RuntimeError("RPC ran for more than set timeout")
+
+
+def push_with_flaw(self: Any, gradient: torch.Tensor, flaw: str) -> Any:
+    """Do what the answer does, but for one flaw."""
+    guard = contextlib.nullcontext() if flaw == "no lock" else self.lock
+    with guard:
+        self.sum = gradient if flaw == "last only" else self.sum + gradient
+        self.count += 1
+        if flaw == "steps at once":
+            self.weights = self.weights - self.lr * gradient / self.trainers
+        answer = self.answer
+        if self.count == self.trainers:
+            count = 1 if flaw == "sum" else self.trainers
+            if flaw != "steps at once":
+                self.weights = self.weights - self.lr * self.sum / count
+            self.count = 0
+            if flaw != "sum kept":
+                self.sum = torch.zeros_like(self.weights)
+            if flaw != "old future":
+                self.answer = torch.futures.Future()
+            if flaw == "future swapped too early":
+                answer = self.answer
+            answer.set_result(self.weights.clone())
+        elif flaw == "waits in the lock":
+            answer.wait()
+        if flaw == "answers at once" and not answer.done():
+            answer = torch.futures.Future()
+            answer.set_result(self.weights.clone())
+    if flaw == "waits":
+        answer.wait()
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("flaw", "hint"),
+    [
+        ("", ""),
+        ("answers at once", "step 1: trainer 0 was answered before trainer 1 had push"),
+        ("sum", "step 1: trainer 0 got weights that moved by the sum of the gradients"),
+        ("last only", "step 1: trainer 0 got weights that only the last gradient has"),
+        ("sum kept", "step 2: trainer 0 got weights that the gradients of earlier"),
+        ("old future", "step 2: trainer 0 was answered before trainer 1 had pushed"),
+        ("future swapped too early", "step 1: trainer 0 got no answer: its future"),
+        ("waits", "step 1: push has not returned to trainer 0 after 0.5 s: does it"),
+        ("waits in the lock", "step 1: push has not returned to trainer 0 after 0.5 s"),
+        ("no lock", "right this time, but not every push has taken the lock"),
+    ],
+)
+def test_waiting_server(flaw: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if flaw:
+        monkeypatch.setattr(WAITING, "PATIENCE", 0.5)
+    answer = functools.partialmethod(push_with_flaw, flaw=flaw) if flaw else push
+    monkeypatch.setattr(WAITING.Server, "push", answer)
+    server = WAITING.Server(WAITING.START.clone(), WAITING.TRAINERS, WAITING.LR)
+    notes: list[bool] = []
+    told = WAITING.try_server(
+        lambda gradient: Asked(server, notes, gradient),
+        lambda: notes,
+        lambda: server.lock.times,
+    )
+    assert told.startswith(hint) and bool(told) == bool(hint), told
+
+
+# 05: Adam divided by hand, and an engine.
+
+
+def judge_adam(folder: str, answers: Answers) -> list[str]:
+    return judge(f"{folder}/", ADAM, "ShardedAdam", "judge_adam", answers)
+
+
+class FlawedAdam:
+    """Adam divided among the ranks, but for one flaw."""
+
+    def __init__(self, weights: torch.Tensor, lr: float, flaw: str) -> None:
+        """Take a share."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self.weights, self.lr, self.flaw = weights, lr, flaw
+        self.share = -(-len(weights) // world_size)
+        self.own = slice(rank * self.share, (rank + 1) * self.share)
+        self.padded = F.pad(weights, (0, self.share * world_size - len(weights)))
+        if flaw == "no padding":
+            self.padded = weights
+        self.make_adam()
+
+    def make_adam(self) -> None:
+        """Make the optimizer of the share."""
+        values = self.weights if self.flaw == "keeps all" else self.padded[self.own]
+        self.parameter = torch.nn.Parameter(values.clone())
+        self.adam = torch.optim.Adam([self.parameter], self.lr)
+
+    def step(self, gradient: torch.Tensor) -> None:
+        """Take a step."""
+        if self.flaw == "new Adam":
+            self.make_adam()
+        missing = 0 if self.flaw == "no padding" else len(self.padded) - len(gradient)
+        gradient = F.pad(gradient, (0, missing))
+        everything = self.flaw == "keeps all"
+        self.parameter.grad = gradient if everything else gradient[self.own]
+        self.adam.step()
+        own = self.parameter.detach()
+        if everything:
+            self.weights.copy_(own)
+            return
+        if self.flaw == "does not send":
+            self.weights[self.own] = own[: len(self.weights[self.own])]
+            return
+        shares = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(shares, own)
+        if self.flaw == "wrong order":
+            shares.reverse()
+        new = torch.cat(shares)[: len(self.weights)]
+        if self.flaw == "another tensor":
+            self.weights = new
+        else:
+            self.weights.copy_(new)
+        self.padded = torch.cat(shares)
+
+
+def test_sharded_adam(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    hints: Hints = [(ShardedAdam, [""] * 3)]
+    part = "36 weights: step 1 changes 12 of 36 weights, from number"
+    sizes = "35 weights: this rank calls ALLGATHER of shape "
+    hints += [
+        (functools.partial(FlawedAdam, flaw=flaw), expected)
+        for flaw, expected in {
+            "": [""] * 3,
+            "keeps all": [
+                "36 weights: right, but this rank keeps states for 36 weights; a share"
+            ]
+            * 3,
+            "does not send": [
+                f"{part} 0 to 11: who sends the others?",
+                f"{part} 12 to 23: who sends the others?",
+                f"{part} 24 to 35: who sends the others?",
+            ],
+            "new Adam": [
+                "36 weights: step 1 is right; after step 2 36 of 36 weights are wrong: "
+                "are Adam's states kept?"
+            ]
+            * 3,
+            "wrong order": ["36 weights: step 1 puts the right weights in the wrong"]
+            * 3,
+            "another tensor": ["36 weights: step 1 does not change the tensor that"]
+            * 3,
+            "no padding": [f"{sizes}[12]", f"{sizes}[12]", f"{sizes}[11]"],
+        }.items()
+    ]
+    answers = [answer for answer, _ in hints]
+    by_rank = worker_pool.run(
+        judge_adam, str(tmp_path), answers, world_size=3, timeout=120
+    )
+    expect(by_rank, hints)
+
+
+def judge_engines(folder: str, answers: Answers) -> list[str]:
+    """Let the checker judge pairs of a config and a loop on this rank."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed.comm.comm
+    from deepspeed.utils import groups
+
+    told = []
+    for number, (config, loop) in enumerate(answers):
+        # DeepSpeed keeps the group that it has first seen.
+        deepspeed.comm.comm.cdb = None
+        importlib.reload(groups)
+        with (
+            mock.patch.object(ENGINE, "CONFIG", config),
+            mock.patch.object(broken_engine, "CONFIG", config),
+        ):
+            told += judge(
+                f"{folder}/{number}-",
+                ENGINE,
+                "train_with_engine",
+                "judge_engine",
+                [loop],
+            )
+    return told
+
+
+def train_engine(model: Any, batches: list[Any], flaw: str) -> Any:
+    """Train with what is in the exercise's CONFIG, and one flaw in the loop."""
+    import deepspeed
+
+    engine, _, _, _ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=ENGINE.CONFIG
+    )
+    for number, (inputs, labels) in enumerate(batches, start=1):
+        loss = F.mse_loss(engine(inputs), labels)
+        engine.backward(loss / 2 if flaw == "divided" else loss)
+        if flaw != "steps at the end" or number % 2 == 0:
+            engine.step()
+    return engine
+
+
+def test_engine(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    one_each = broken_engine.CONFIG | {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+    }
+    small = broken_engine.CONFIG | {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+    }
+    clipped = broken_engine.CONFIG | {"gradient_clipping": 0.1}
+    misspelt = broken_engine.CONFIG | {"gradient_acumulation_steps": 2}
+    loop = functools.partial
+    hints: Hints = [
+        ((broken_engine.CONFIG, broken_engine.train_with_engine), [""] * 2),
+        ((broken_engine.CONFIG, loop(train_engine, flaw="")), [""] * 2),
+        (
+            (
+                broken_engine.CONFIG | {"train_batch_size": 8},
+                broken_engine.train_with_engine,
+            ),
+            ["DeepSpeed refuses: Check batch related parameters. train_batch_size is "]
+            * 2,
+        ),
+        (
+            (broken_engine.CONFIG, loop(train_engine, flaw="steps at the end")),
+            ["2 steps of 16 samples, where 4 are due: it has been told of 4 batches"]
+            * 2,
+        ),
+        (
+            (broken_engine.CONFIG, loop(train_engine, flaw="divided")),
+            ["all gradients were 2 times too small: divided twice?"] * 2,
+        ),
+        (
+            (one_each, broken_engine.train_with_engine),
+            ["a step takes 8 samples, and is to take"] * 2,
+        ),
+        (
+            (small, broken_engine.train_with_engine),
+            ["the config says 2 samples at a time, but"] * 2,
+        ),
+        (
+            (clipped, broken_engine.train_with_engine),
+            ["its weights are not those that one"] * 2,
+        ),
+        (
+            (misspelt, broken_engine.train_with_engine),
+            ["config: unknown key 'gradient_acumul"] * 2,
+        ),
+    ]
+    answers = [answer for answer, _ in hints]
+    by_rank = worker_pool.run(
+        judge_engines, str(tmp_path), answers, world_size=2, timeout=120
+    )
+    expect(by_rank, hints)
