@@ -29,7 +29,15 @@ from live_tensors import (
 )
 from paper import KINDS, PRECISIONS, bytes_for_each, bytes_held, values_added
 from proof import tensor_sizes
-from sized_qwen import buckets_for, make_engine, new_model, one_sample, step_once
+from qwen import free_bytes
+from sized_qwen import (
+    buckets_for,
+    fit_into,
+    make_engine,
+    new_model,
+    one_sample,
+    step_once,
+)
 from start import (
     choose_parts,
     find_place,
@@ -37,6 +45,7 @@ from start import (
     leave_group,
     positive_int,
     print_once,
+    ranks_on_this_machine,
     refuse,
 )
 
@@ -185,6 +194,11 @@ def main() -> None:
     if args.json and not args.json.resolve().parent.is_dir():
         refuse(f"--json {args.json}: there is no folder {args.json.parent}")
     device, reason = find_place()
+    try:
+        room = free_bytes(device, ranks_on_this_machine())
+        fit_into(room, args.width, args.layers)
+    except ValueError as error:
+        refuse(str(error))
     join_group(device)
     print_once(f"device: {device.type} with {dist.get_backend()} ({reason})")
     choose_parts({"optimizer": {"params": {}}}, device, False)

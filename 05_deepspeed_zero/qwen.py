@@ -13,7 +13,7 @@ from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
 from data import read_text, to_tokens
-from start import refuse
+from start import ranks_on_this_machine, refuse
 
 BYTES_PER_VALUE = 4  # float32
 
@@ -166,13 +166,12 @@ def model_and_tokens(
         block_size: tokens in a sample.
     """
     world_size = int(os.environ["WORLD_SIZE"])
-    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     try:
         text = read_text(args.text)
         if args.model is None:
             model, tokenizer = small_model(), None
         else:
-            room = free_bytes(device, int(local or world_size))
+            room = free_bytes(device, ranks_on_this_machine())
             model, tokenizer = load_checkpoint(args.model, stage, world_size, room)
         return model, to_tokens(text, tokenizer, block_size)
     except ValueError as error:

@@ -87,6 +87,41 @@ def step_once(engine: Any, inputs: torch.Tensor) -> float:
     return loss.item()
 
 
+def parameters_of(width: int, layers: int) -> int:
+    """Count the parameters of such a model without allocating any."""
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(sized_config(width, layers))
+    return sum(p.numel() for p in model.parameters())
+
+
+def fit_into(room: int, width: int, layers: int) -> None:
+    """Say before anything is allocated that a model is too large, and what would fit.
+
+    The most that one stage takes is stage 0: float32 weights as they are made, 4 bytes
+    a parameter, and beside them weights, gradients and Adam's states, 16 together.
+
+    Args:
+        room: bytes that one rank may take.
+        width: of the model.
+        layers: of the model.
+
+    Raises:
+        ValueError: one line with the model's size, the room, and a way out.
+    """
+    parameters = parameters_of(width, layers)
+    if 20 * parameters <= room:
+        return
+    smaller = width
+    while smaller > 128 and 20 * parameters_of(smaller, layers) > room:
+        smaller = smaller // 256 * 128
+    needed = 20 * parameters
+    raise ValueError(
+        f"--width={width} --layers={layers} has {parameters:,} parameters: stage 0 "
+        f"takes {needed / 1e9:,.1f} GB on each rank, and {room / 1e9:,.1f} GB are free "
+        f"for each; try --width={smaller}, or fewer layers"
+    )
+
+
 def new_model(width: int, layers: int) -> Qwen2ForCausalLM:
     """Build the model on the CPU with the same weights on every rank."""
     torch.manual_seed(0)

@@ -111,6 +111,14 @@ def meeting_place() -> str:
     return os.path.join(tempfile.gettempdir(), name)
 
 
+def ranks_on_this_machine() -> int:
+    """Return how many there are; torchrun and deepspeed have different names for it."""
+    env = os.environ
+    return int(
+        env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or env["WORLD_SIZE"]
+    )
+
+
 def find_place() -> tuple[torch.device, str]:
     """Find out who this rank is and choose its device; return that and why.
 
@@ -126,13 +134,12 @@ def find_place() -> tuple[torch.device, str]:
         leave_with_the_launcher()
     for name, alone in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         env.setdefault(name, alone)
-    # torchrun and deepspeed have different names for the ranks on this machine.
-    local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or env["WORLD_SIZE"]
-    device, reason = choose_device(int(env["LOCAL_RANK"]), int(local))
+    local = ranks_on_this_machine()
+    device, reason = choose_device(int(env["LOCAL_RANK"]), local)
     if "OMP_NUM_THREADS" not in env:
         # torchrun sets it to 1. Under deepspeed each rank would take all the cores,
         # and its threads would wait for those of the other ranks.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(local)))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
     # DeepSpeed chooses a device for itself when it is imported; it must be the same.
     env["DS_ACCELERATOR"] = device.type
     return device, reason

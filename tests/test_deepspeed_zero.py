@@ -263,6 +263,7 @@ def assert_ended_well(result: Result, stage: int, ranks: int, count: int) -> Non
     )
 
 
+@pytest.mark.smoke
 def test_deepspeed_starts_two_ranks_while_29500_is_taken(tmp_path: Path) -> None:
     folder = tmp_path / "a folder"
     folder.mkdir()
@@ -286,6 +287,7 @@ def test_deepspeed_starts_two_ranks_while_29500_is_taken(tmp_path: Path) -> None
     assert "Warning" not in result.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_starts_three_ranks_and_a_checkpoint(
     tmp_path: Path, zero_pools: Pools
 ) -> None:
@@ -395,7 +397,7 @@ def test_bad_input_is_one_line() -> None:
 # --- What the pages say. ----------
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_stages_equal_one_process(world_size: int, zero_pools: Pools) -> None:
     by_rank = zero_pools(world_size).run(
         all_stages, 4, world_size=world_size, timeout=150

@@ -1,0 +1,130 @@
+"""Draw the loss curves of all ways of training, their distance, and what they cost.
+
+Run: python 05_deepspeed_zero/draw_same_result.py
+Needs: matplotlib, and assets/05_same_result.json, which same_result.py writes.
+Expect: assets/05_same_result.png, and a `check:` of the largest distance in the file.
+Before: 05_deepspeed_zero/same_result.py
+Next: 05_deepspeed_zero/checkpoints.py
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # draw into a file; no window, no display needed
+
+import matplotlib.pyplot as plt
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+# Colours that people with any colour vision tell apart (Okabe and Ito).
+COLOURS = ["#222222", "#0072B2", "#E69F00", "#009E73", "#CC79A7"]
+MISTAKE = "#D55E00"
+# What a rank holds, with live_tensors' names for it.
+KINDS = {
+    "parameters": ("parameters",),
+    "gradients": ("gradients",),
+    "Adam's states": ("optimizer",),  # and ZeRO's copy of the parameters
+    "buckets, gathered": ("buckets", "gathered"),
+}
+LIMIT = 1e-5
+
+
+def distances_of(losses: list[float], reference: list[float]) -> list[float]:
+    """Return how far a curve is from that of one process, at each step."""
+    return [abs(one - other) for one, other in zip(losses, reference, strict=True)]
+
+
+def draw_all_ways(record: dict[str, Any]) -> plt.Figure:
+    """Draw the curves and their distances above, what is sent and held below."""
+    figure, ((curves, apart), (sent, held)) = plt.subplots(
+        2, 2, figsize=(10, 7), dpi=110
+    )
+    figure.patch.set_facecolor("white")
+    ways = record["ways"]
+    reference = next(iter(ways.values()))["losses"]
+    steps = range(1, len(reference) + 1)
+    for number, (name, way) in enumerate(ways.items()):
+        # Each line is thinner than the one below it, so that all can be seen.
+        style = {
+            "color": COLOURS[number % 5],
+            "linestyle": ("-", ":", "--")[number // 5],
+        }
+        curves.plot(steps, way["losses"], linewidth=13 - number, label=name, **style)
+        if number > 0:
+            far = [max(x, 1e-8) for x in distances_of(way["losses"], reference)]
+            apart.plot(steps, far, **style)
+    mistake, style = record["mistake"], {"color": MISTAKE, "linewidth": 1.5}
+    curves.plot(steps, mistake, label="gradients summed: a mistake", **style)
+    apart.plot(steps, [max(x, 1e-8) for x in distances_of(mistake, reference)], **style)
+    curves.set_title(f"{len(ways)} ways, {record['parameters']:,} parameters")
+    curves.set_ylabel("mean loss over the batch, nats per byte")
+    for line in curves.legend(fontsize=7).get_lines():
+        line.set_linewidth(2)  # and not as wide as the curve
+    apart.set_yscale("log")
+    apart.set_ylim(5e-9, 1)
+    apart.axhline(LIMIT, color="#888888", linestyle="--", linewidth=1)
+    apart.text(1, LIMIT * 1.3, "limit of the check", fontsize=8, color="#555555")
+    apart.set_title("the same, as the distance from one process")
+    apart.set_ylabel("nats per byte; equal is drawn as 1e-8")
+    for axes in (curves, apart):
+        axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    draw_bytes(sent, held, ways)
+    figure.tight_layout()
+    return figure
+
+
+def draw_bytes(sent: plt.Axes, held: plt.Axes, ways: dict[str, Any]) -> None:
+    """Draw a bar for each way: what a rank sends in a step, and what it holds."""
+    names = list(ways)
+    sent.barh(names, [way["sent"] / 1e3 for way in ways.values()], color=COLOURS[1])
+    left = [0.0] * len(names)
+    for (label, kinds), colour in zip(KINDS.items(), COLOURS[1:], strict=True):
+        widths = [
+            sum(way["held"][kind] for kind in kinds) / 1e3 for way in ways.values()
+        ]
+        held.barh(names, widths, left=left, color=colour, label=label)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    sent.set_title("what differs: sent by a rank in a step")
+    held.set_title("and held by a rank")
+    held.legend(fontsize=7, loc="lower right")
+    held.set_xlim(0, 1.9 * max(left))  # room for the legend
+    held.set_yticklabels([])
+    for axes in (sent, held):
+        axes.invert_yaxis()
+        axes.set_xlabel("kB")
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+
+
+def main() -> None:
+    """Read the file, draw it, and say how far apart the curves are."""
+    parser = argparse.ArgumentParser(description="Draw what same_result.py measured.")
+    add = parser.add_argument
+    numbers = ASSETS / "05_same_result.json"
+    add("--numbers", type=Path, default=numbers, help="JSON file to read")
+    add("--out", type=Path, default=ASSETS, help="folder to write to")
+    args = parser.parse_args()
+    if not args.out.is_dir():
+        sys.exit(f"draw_same_result.py: there is no folder {args.out}")
+    try:
+        record = json.loads(args.numbers.read_text())
+        curves = [way["losses"] for way in record["ways"].values()]
+        figure = draw_all_ways(record)
+    except (OSError, ValueError, KeyError):
+        sys.exit(f"draw_same_result.py: {args.numbers} is not from same_result.py")
+    largest = max(max(distances_of(curve, curves[0])) for curve in curves)
+    if not largest <= LIMIT:
+        raise RuntimeError(f"the curves are {largest} apart")
+    figure.savefig(args.out / "05_same_result.png", metadata={})
+    print(
+        f"check: {len(curves)} curves, at most {largest:.0e} apart; 05_same_result.png"
+    )
+
+
+if __name__ == "__main__":
+    main()
