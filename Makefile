@@ -11,7 +11,7 @@ SUPPORTED = 3.10 3.11 3.12 3.13 3.14
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help train test lint figures setup setup-dev clean
+.PHONY: help train smoke test pages test-all lint figures refresh setup setup-dev clean
 
 help: ## List these targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -24,9 +24,21 @@ train: setup ## Set up, then train a small GPT with two processes.
 	@OMP_NUM_THREADS="$${OMP_NUM_THREADS:-$$(.venv/bin/python -c '$(half_the_cores)')}" \
 	    .venv/bin/torchrun --nproc-per-node=2 03_ddp_torchrun/train.py $(ARGS)
 
-# One thread a rank: the tests start up to four ranks, on however few cores.
-test: setup-dev ## Set up, then run every test.
-	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PYTEST_ARGS)
+# One thread a rank: the tests start up to four ranks, on however few cores. Two files
+# at a time, because many tests wait for a time-out.
+pytest = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+smoke: setup-dev ## Set up, then run one script of each chapter.
+	@$(pytest) -m smoke tests
+
+test: setup-dev ## Set up, then run the tests but for the slow ones.
+	@$(pytest) -m "not slow" tests
+
+pages: setup-dev ## Set up, then run every command of every page.
+	@$(pytest) --no-loadscope-reorder 0*/*.md *.md
+
+test-all: setup-dev ## Set up, then run every test and every command of every page.
+	@$(pytest)
 
 lint: setup-dev ## Check format, style, spelling and types.
 	@.venv/bin/ruff format --check .
@@ -39,6 +51,10 @@ figures: setup ## Draw again every picture under assets/.
 	    if [ ! -e "$$script" ]; then echo "No script here draws a picture yet."; break; fi; \
 	    echo "python $$script"; .venv/bin/python "$$script" || exit 1; \
 	done
+
+refresh: setup-dev figures ## Draw every picture, run every command, rewrite the pages.
+	@OMP_NUM_THREADS=1 .venv/bin/python tests/readme_runner.py --update
+	@.venv/bin/python tests/gather_claims.py
 
 setup: ## Make .venv and install requirements.txt, unless that is done.
 	$(eval fault := $(venv_fault))

@@ -227,6 +227,7 @@ def test_a_wrong_result_is_noticed(worker_pool: WorkerPool) -> None:
     assert worker_pool.run(make_call_that_is_wrong) == [False, True]
 
 
+@pytest.mark.smoke
 def test_collectives_table() -> None:
     only = ["--only=all_to_all", "--only=reduce_scatter", "--only=gather"]
     result = torchrun(COLLECTIVES, *only, nproc=4, timeout=60)
@@ -300,6 +301,7 @@ def test_send_and_receive_on_every_rank(
         ]
 
 
+@pytest.mark.smoke
 def test_send_recv_prints_every_rank() -> None:
     # Like a reader whose shell still has a port and a rank count of another job.
     environment = clean_environment(WORLD_SIZE="7", MASTER_PORT="1")

@@ -435,6 +435,7 @@ def test_both_spellings_and_the_documented_defaults() -> None:
 # --- Whole launches. ----------
 
 
+@pytest.mark.smoke
 def test_four_ranks_from_another_folder_while_29500_is_taken(tmp_path: Path) -> None:
     folder = tmp_path / "with a space"
     folder.mkdir()

@@ -629,6 +629,7 @@ def test_mistake_under_torchrun_is_said_once(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.smoke
 def test_three_ranks_from_another_folder_while_29500_is_taken(
     text: Path, tmp_path: Path
 ) -> None:

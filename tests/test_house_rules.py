@@ -51,6 +51,12 @@ NOT_RUN: dict[str, list[str]] = {
         "these two install everything anew; the project's CI runs them",
         "installs into a new environment; make train does the same",
     ],
+    "CONTRIBUTING.md": [
+        "it rewrites the pages; the tests run the same code on copies",
+    ],
+    "03_ddp_torchrun/MACHINES.md": [
+        "it needs a cluster; tests/test_machines.py runs the script",
+    ],
 }
 
 

@@ -161,6 +161,7 @@ def test_a_signal_saves_the_table_whole(run: Run, tmp_path: Path) -> None:
     assert run.wait_until_empty(3) == []
 
 
+@pytest.mark.slow
 def test_in_separate_terminals_everyone_names_the_one_who_died(run: Run) -> None:
     words = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     words.append("--epochs=1000")

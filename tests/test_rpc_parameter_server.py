@@ -88,6 +88,7 @@ def steps_in_epoch() -> int:
     return len(training) // 32
 
 
+@pytest.mark.smoke
 def test_dense_part_is_the_same_on_both_trainers_after_every_step(
     recorded: tuple[Result, list[Any]],
 ) -> None:

@@ -56,8 +56,9 @@ def check_table(result: Result, trainers: int, steps: int) -> None:
     for name, (median, slowest, fastest, times, lost, moved) in rows.items():
         assert 0 < slowest <= median <= fastest
         assert times == pytest.approx(median / first, abs=0.01)
-        # An entry whose gradient is exactly 0 stays; one that was never used must.
-        assert 0.99 * entries <= moved <= entries
+        # An entry whose gradient is exactly 0 stays, and so does one whose only update
+        # was lost; one that was never used must.
+        assert (0.9 if lost else 0.99) * entries <= moved <= entries
         # Nothing says that the first way must lose updates, only that it may.
         assert lost == 0 or (name == NAMES[0] and trainers > 1)
 

@@ -41,7 +41,7 @@ START_TIMEOUT = 120.0
 # Seconds that the other ranks get to end by themselves after one has failed.
 GRACE = 3.0
 # Seconds to leave a process group and put everything back.
-LEAVE_TIMEOUT = 10.0
+LEAVE_TIMEOUT = 30.0
 # A collective gives up before the run does: then the ranks that only waited have
 # ended with an error, and those still running are the ones that hang.
 GROUP_TIMEOUT_SHARE = 0.7

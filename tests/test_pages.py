@@ -1,0 +1,609 @@
+"""The two pages of the root folder: what they quote was printed, what they list exists.
+
+A quotation in WHEN_IT_GOES_WRONG.md is a ``text`` block with a comment right above it
+that names where its lines come from. There are three kinds of source::
+
+    <!-- from: 01_communication/README.md -->       an output shown in that page
+    <!-- from: tests/test_pages.py, cut_file -->    what that function below returns
+    <!-- from: tests/test_x.py, test_y -->          a text that this test asserts
+
+Outputs in pages are compared with real ones by the README runner. The functions below
+provoke their error anew in each session. A quoted line is a line of the source, from
+some word on to its end, and ``...`` stands for any text within the line. A line that is
+only ``...`` stands for lines left out.
+"""
+
+import ast
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from markdown_it.token import Token
+
+from gather_claims import PAGE, gather, pages, read_tree, table_rows
+from launch import ROOT, python
+from readme_runner import parse_block
+from test_house_rules import fences, links_and_anchors, markdown, repository
+from worker_pool import WorkerPool
+
+HELP = "WHEN_IT_GOES_WRONG.md"
+HERE = "tests/test_pages.py"
+SOURCE = re.compile(r"<!-- from: (\S+?)(?:, (\w+))? -->")
+SHORTEST_QUOTATION = 10  # characters; a shorter one would be found anywhere
+# Each entry says these four things, in this order.
+PARTS = ["- **Why:**", "- **To find it:**", "- **To mend it:**", "- **Seen in:**"]
+LONGEST_ENTRY = 26  # lines, its block and its heading included
+
+Tree = Mapping[str, str]
+
+
+class Quotation(NamedTuple):
+    """A block that quotes, the line where it stands, and its source."""
+
+    place: str
+    lines: list[str]
+    file: str
+    name: str
+
+
+def quotations(tree: Tree) -> Iterator[Quotation]:
+    """Yield the quotations of HELP; a block that says no source has an empty file."""
+    for place, token, above in fences({HELP: tree[HELP]}):
+        if token.info == "text":
+            file, name = (
+                match.groups() if (match := SOURCE.fullmatch(above)) else ("", "")
+            )
+            yield Quotation(place, token.content.splitlines(), file, name or "")
+
+
+# What the sources say.
+
+
+def outputs(text: str) -> list[list[str]]:
+    """Return the lines that each console block of a page promises."""
+    return [
+        [line for step in parse_block(token.content).steps for line in step.wanted]
+        for _, token, _ in fences({"page.md": text})
+        if token.info == "console"
+    ]
+
+
+def asserted(text: str, name: str) -> list[str]:
+    """Return the strings in a test, or in the value of a name, of a Python file."""
+    found = []
+    for node in ast.parse(text).body:
+        names = [getattr(node, "name", None)]
+        if isinstance(node, ast.Assign):
+            names = [ast.unparse(target) for target in node.targets]
+        if name in names:
+            found += [
+                part.value
+                for part in ast.walk(node)
+                if isinstance(part, ast.Constant) and isinstance(part.value, str)
+            ]
+            if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, False):
+                found.remove(ast.get_docstring(node, False) or "")
+    return found
+
+
+def is_quoted_from(lines: Sequence[str], source: Sequence[str]) -> bool:
+    """Tell whether each line is the end of a line of the source, in their order."""
+    rest = iter(source)
+    for line in lines:
+        if line.strip() == "...":
+            continue
+        pattern = ".*".join(map(re.escape, line.strip().split("...")))
+        if len(line.replace(".", "").strip()) < SHORTEST_QUOTATION:
+            return False
+        if not any(re.search(rf"(?:^|\s){pattern}$", one.rstrip()) for one in rest):
+            return False
+    return any(line.strip() != "..." for line in lines)
+
+
+def fault(quotation: Quotation, tree: Tree, provoked: str = "") -> str:
+    """Say what is wrong with a quotation; nothing if all is well."""
+    place, lines, file, name = quotation
+    if file not in tree:
+        return f"{place}: no comment names the source: <!-- from: FILE -->"
+    if file == HERE:
+        found = is_quoted_from(lines, provoked.splitlines())
+    elif file.endswith(".md"):
+        found = any(is_quoted_from(lines, output) for output in outputs(tree[file]))
+    else:
+        texts = asserted(tree[file], name)
+        found = bool(lines) and all(
+            len(line) >= SHORTEST_QUOTATION and any(line in text for text in texts)
+            for line in lines
+        )
+    return "" if found else f"{place}: {' '.join([file, name])} says no such thing"
+
+
+# Errors that are provoked here, because no page shows them. Each function returns what
+# a reader would see of it.
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return the text of the error that a call ends with."""
+    try:
+        result = call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return f"no error, but {result!r}"
+
+
+def no_launcher() -> str:
+    """Join a group by the environment, in which nobody has set anything."""
+    launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    rest = {name: value for name, value in os.environ.items() if name not in launched}
+    with mock.patch.dict(os.environ, rest, clear=True):
+        # The first thing that init_process_group does.
+        return error_of(lambda: next(iter(dist.rendezvous("env://"))))
+
+
+def nobody_listens() -> str:
+    """Look for a store at a port where there was one a moment ago."""
+    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+    return error_of(
+        lambda: dist.TCPStore(
+            "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1)
+        )
+    )
+
+
+def one_host_missing() -> str:
+    """Wait as one of two for the other."""
+    return error_of(
+        lambda: dist.TCPStore(
+            "127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=1)
+        )
+    )
+
+
+def port_taken() -> str:
+    """Open a store where there is one already."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return error_of(
+        lambda: dist.TCPStore(
+            "127.0.0.1", store.port, is_master=True, wait_for_workers=False
+        )
+    )
+
+
+def no_nccl() -> str:
+    """Ask for NCCL where PyTorch was built without it."""
+    with mock.patch.object(dist.distributed_c10d, "_NCCL_AVAILABLE", False):
+        return error_of(lambda: dist.new_group(backend="nccl"))
+
+
+def fewer_devices() -> str:
+    """Apply train.py's device rule to two ranks on a machine with one GPU."""
+    source = ast.parse((ROOT / "03_ddp_torchrun/train.py").read_text("utf-8"))
+    rule = [n for n in source.body if getattr(n, "name", "") == "choose_device"]
+    scope: dict[str, Any] = {"torch": torch, "dist": dist}
+    exec(compile(ast.Module(rule, []), "train.py", "exec"), scope)
+    cuda = torch.device("cuda")
+    with (
+        mock.patch.object(torch.accelerator, "current_accelerator", return_value=cuda),
+        mock.patch.object(torch.accelerator, "device_count", return_value=1),
+    ):
+        device, reason = scope["choose_device"](local_rank=1, local_world_size=2)
+    backend = dist.get_default_backend_for_device(device)
+    return f"device: {device.type} with {backend} ({reason})"
+
+
+@contextmanager
+def scratch_file() -> Iterator[str]:
+    """Give a path in a folder that is deleted afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield os.path.join(folder, "checkpoint.pt")
+
+
+def cut_file() -> str:
+    """Load half of a checkpoint."""
+    with scratch_file() as path:
+        torch.save({"weight": torch.ones(1000)}, path)
+        os.truncate(path, os.path.getsize(path) // 2)
+        return error_of(lambda: torch.load(path, weights_only=True))
+
+
+def two_writers() -> str:
+    """Load a checkpoint that two ranks wrote at the same time, taking turns."""
+    with scratch_file() as path:
+        bytes_of = []
+        for rank in (0, 1):
+            torch.save({"weight": torch.full((1000,), float(rank))}, path)
+            with open(path, "rb") as file:
+                bytes_of.append(file.read())
+        half = len(bytes_of[0]) // 2
+        with open(path, "wb") as first, open(path, "wb") as second:
+            first.write(bytes_of[0][:half])
+            first.flush()
+            second.write(bytes_of[1][:half])
+            second.flush()
+            first.write(bytes_of[0][half:])
+        weight = torch.load(path, weights_only=True)["weight"].tolist()
+    return f"loaded without an error: first weight {weight[0]}, last {weight[-1]}"
+
+
+def wrapped_names() -> str:
+    """Load what DDP's own state_dict holds into the plain model."""
+    model = torch.nn.Linear(2, 1)
+    ddp_model = torch.nn.parallel.DistributedDataParallel(model)
+    return error_of(lambda: model.load_state_dict(ddp_model.state_dict()))
+
+
+# These need processes of their own, since some of them have to end.
+DEAD_ADDRESS = """
+import os, signal, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+
+def join(rank, seconds):
+    store = dist.FileStore(sys.argv[1], 2)
+    return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=seconds))
+
+rank_zero = os.fork()
+if not rank_zero:
+    group = join(0, 30)
+    signal.pause()  # until it is killed
+group = join(1, 30)
+os.kill(rank_zero, signal.SIGKILL)
+os.wait()
+# Its address is still in the store. Of two ranks of gloo one calls and the other one
+# waits to be called. That depends on their addresses, and each try takes a new one.
+for _ in range(4):
+    try:
+        join(1, 0.3)
+    except RuntimeError as error:
+        print(f"RuntimeError: {error}", flush=True)
+        if "refused" in str(error):
+            break
+os._exit(0)
+"""
+
+PEER_GONE = """
+import multiprocessing, os, sys, time
+import torch.distributed.rpc as rpc
+
+def join(name, rank):
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{sys.argv[1]}")
+    rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
+
+def bob():
+    join("bob", 1)
+    time.sleep(60)
+
+process = multiprocessing.get_context("fork").Process(target=bob, daemon=True)
+process.start()
+join("alice", 0)
+try:
+    rpc.rpc_sync("bob", os._exit, (9,))
+except RuntimeError as error:
+    print(f"RuntimeError: {error}", flush=True)
+process.join()
+os._exit(0)
+"""
+
+# A thread of gloo waits for Python's lock, to let go of a tensor, when Python ends. By
+# itself that is rare: here the main thread keeps the lock for that long, to the end.
+THREAD_LEFT = """
+import resource, sys, threading, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # an abort leaves no core file
+store, groups = dist.HashStore(), {}
+
+def join(rank):
+    groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+
+ranks = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+for rank in ranks:
+    rank.start()
+for rank in ranks:
+    rank.join()
+options, tensor = dist.AllreduceOptions(), torch.ones(1)
+options.timeout = timedelta(seconds=0.5)
+work = groups[0].allreduce([tensor], options)  # nobody else calls: it times out
+del work, tensor
+print("the last line of the script", flush=True)
+sys.setswitchinterval(1000)
+end = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end:
+    pass
+"""
+
+
+def dead_address() -> str:
+    """Join a group whose store still holds the address of a rank that has gone."""
+    output = ""
+    for _ in range(10):
+        with scratch_file() as path:
+            output = python("-c", DEAD_ADDRESS, path, timeout=60).output
+        if "refused" in output:
+            break
+    return output
+
+
+def peer_gone() -> str:
+    """Call a process that ends instead of answering."""
+    with scratch_file() as path:
+        return python("-c", PEER_GONE, path, timeout=60).output
+
+
+def thread_left() -> str:
+    """End Python while a thread of gloo lives."""
+    for patience in (1, 4, 16):  # seconds; the first is enough unless cores are scarce
+        result = python("-c", THREAD_LEFT, patience)
+        if result.returncode:
+            break
+    return result.output
+
+
+IN_A_WORKER = [
+    *(no_launcher, nobody_listens, one_host_missing, port_taken, no_nccl),
+    *(fewer_devices, cut_file, two_writers, wrapped_names),
+]
+IN_A_PROCESS = [dead_address, peer_gone, thread_left]
+
+
+# WHEN_IT_GOES_WRONG.md.
+
+QUOTATIONS = list(quotations(repository()))
+
+
+def title(quotation: Quotation) -> str:
+    """Name a quotation in a test's identifier."""
+    return f"{quotation.place.split(':')[1]}-{quotation.name or quotation.file}"
+
+
+@pytest.mark.parametrize("quotation", QUOTATIONS, ids=title)
+def test_quotation_is_what_its_source_says(
+    quotation: Quotation, worker_pool: WorkerPool
+) -> None:
+    provoked = ""
+    if quotation.file == HERE:
+        known = {f.__name__: f for f in [*IN_A_WORKER, *IN_A_PROCESS]}
+        provoke = known[quotation.name]
+        if provoke in IN_A_WORKER:
+            (provoked,) = worker_pool.run(provoke, world_size=1, timeout=60)
+        else:
+            provoked = provoke()
+    assert fault(quotation, repository(), provoked) == "", provoked
+
+
+def test_everything_provoked_is_quoted() -> None:
+    quoted = {quotation.name for quotation in QUOTATIONS if quotation.file == HERE}
+    assert quoted == {f.__name__ for f in [*IN_A_WORKER, *IN_A_PROCESS]}
+
+
+SAMPLE = """
+```console
+$ x
+rank 0 | a line that is shown
+and another one, 3 ... of 4
+```
+
+```console
+$ y
+in another block
+```
+"""
+TREE = {
+    "a.md": SAMPLE,
+    "tests/test_a.py": 'def test_b():\n    "what is said"\n    f("xx asserted xx")',
+    HERE: "",
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "is_right"),
+    [
+        ("a.md", "a line that is shown", True),
+        ("a.md", "rank 0 | a line that is shown\n...\n  another one, 3 ... of 4", True),
+        ("a.md", "a line ... is shown", True),
+        ("a.md", "a line that is", False),
+        ("a.md", "ne that is shown", False),
+        ("a.md", "a line that is not shown", False),
+        ("a.md", "and another one, 3 ... of 4\na line that is shown", False),
+        ("a.md", "a line that is shown\nin another block", False),
+        ("a.md", "is shown", False),
+        ("a.md", "...", False),
+        ("a.md", "", False),
+        ("b.md", "a line that is shown", False),
+        ("tests/test_a.py, test_b", "xx asserted", True),
+        ("tests/test_a.py, test_b", "what is said", False),
+        ("tests/test_a.py, test_c", "xx asserted", False),
+        (f"{HERE}, cut_file", "an error of torch", True),
+        (f"{HERE}, cut_file", "another error of torch", False),
+    ],
+)
+def test_a_false_quotation_is_found(source: str, text: str, is_right: bool) -> None:
+    page = f"# A\n\n<!-- from: {source} -->\n```text\n{text}\n```\n"
+    (quotation,) = quotations({HELP: page})
+    found = fault(quotation, TREE, "RuntimeError: an error of torch\nframe #0")
+    assert (found == "") is is_right, found
+
+
+def test_a_quotation_without_a_source_is_found() -> None:
+    page = (
+        "# A\n\n<!-- from: a.md -->\n\nWords.\n\n```text\na line that is shown\n```\n"
+    )
+    (quotation,) = quotations({HELP: page})
+    assert "no comment names the source" in fault(quotation, TREE)
+
+
+class Entry(NamedTuple):
+    """What the page says of one symptom."""
+
+    group: str
+    anchor: str
+    blocks: list[str]
+    text: str
+
+
+def entries(tree: Tree) -> list[Entry]:
+    """Return the entries of HELP: its third headings, each with what is below it."""
+    tokens = markdown({HELP: tree[HELP]})[HELP]
+    lines = tree[HELP].splitlines()
+    places = [n for n, t in enumerate(tokens) if t.type == "heading_open"]
+    found, group = [], ""
+    for start, end in zip(places, [*places[1:], len(tokens)], strict=True):
+        part = tokens[start:end]
+        if part[0].tag == "h2":
+            group = part[1].content
+        elif part[0].tag == "h3":
+            first = (part[0].map or [0])[0]
+            last = (tokens[end].map or [0])[0] if end < len(tokens) else len(lines)
+            (anchor,) = links_and_anchors(part[:3])[1]
+            blocks = [token.info for token in part if token.type == "fence"]
+            text = "\n".join(lines[first:last]).strip()
+            found.append(Entry(group, anchor, blocks, text))
+    return found
+
+
+def links_of_rows(tokens: list[Token]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the first cell and the links of each row of the tables among the tokens."""
+    for n, token in enumerate(tokens):
+        if token.type == "tr_open" and tokens[n + 1].type == "td_open":
+            cells = [t for t in tokens[n : n + 8] if t.type == "inline"][:2]
+            yield cells[0].content, links_and_anchors(cells)[0]
+
+
+def test_every_entry_shows_what_is_seen_and_says_four_things() -> None:
+    found = entries(repository())
+    assert len(found) >= 20
+    for entry in found:
+        assert entry.blocks and entry.blocks[0] in ("text", "console"), entry.anchor
+        # The heading, then the block: whoever searches finds the text first.
+        after_heading = entry.text.partition("\n\n")[2]
+        assert after_heading.startswith(("<!-- from: ", "```console")), entry.anchor
+        positions = [entry.text.find(part) for part in PARTS]
+        assert -1 not in positions and positions == sorted(positions), entry.anchor
+        assert len(entry.text.splitlines()) <= LONGEST_ENTRY, entry.anchor
+        # Something of this repository provokes it.
+        seen_in = entry.text[positions[-1] :]
+        assert re.search(r"\]\((0\d_\w+|tests)/\w+\.\w+[#)]", seen_in), entry.anchor
+
+
+def test_index_leads_to_every_entry_in_the_order_of_the_page() -> None:
+    rows = list(links_of_rows(markdown(repository())[HELP]))
+    assert len(rows) > 20
+    assert all(len(links) == 1 for _, links in rows)
+    here = [(when, links[0][1:]) for when, links in rows if links[0].startswith("#")]
+    assert here == [(entry.group, entry.anchor) for entry in entries(repository())]
+
+
+def test_commands_on_the_page_are_run_by_some_page() -> None:
+    run = [
+        re.sub(r"[\\\s]+", " ", step.command)
+        for _, token, _ in fences(repository())
+        if token.info == "console"
+        for step in parse_block(token.content).steps
+    ]
+    named = re.findall(
+        r"`((?:OMP_NUM_THREADS=1 )?(?:python|torchrun|deepspeed) [^`]*0\d_[^`]+)`",
+        re.sub(r"\s+", " ", repository()[HELP]),
+    )
+    assert len(named) >= 10
+    for command in named:
+        assert any(command in line for line in run), command
+
+
+# MYTHS.md.
+
+
+def test_the_page_of_claims_is_what_the_chapters_say() -> None:
+    # `python tests/gather_claims.py` writes it anew.
+    assert (ROOT / PAGE).read_text("utf-8") == gather(read_tree())
+
+
+def test_no_claim_is_lost() -> None:
+    text = (ROOT / PAGE).read_text("utf-8")
+    rows = {
+        name: len(re.findall(r"^\| (?!claim \||---)", part, re.M))
+        for name in repository()
+        if re.match(r"0\d_\w+/\w+\.md$", name)
+        for part in re.findall(
+            r"^## What people get wrong\n(.*?)(?:^## |\Z)",
+            repository()[name],
+            re.M | re.S,
+        )
+    }
+    assert list(pages(repository())) and set(rows) == set(pages(repository()))
+    assert len(rows) >= 6 and min(rows.values()) >= 7
+    assert text.count("<br>") == sum(rows.values()) >= 88
+    assert f"\n{sum(rows.values())} claims about" in text
+    # Each of them names a test or a script of this repository, which exists.
+    links = re.findall(r"<br>.*?\]\(([^)#]+)", text)
+    assert len(links) == sum(rows.values())
+    assert set(links) <= set(repository())
+
+
+CLAIMS = {
+    "requirements.txt": "torch==2.0\ndeepspeed==0.1\n",
+    "01_a/README.md": (
+        "# 01 · A\n\n[c](C.md) [b](B.md)\n\n## A block\n\n## What people get wrong\n\n"
+        "| claim | what really happens | shown by |\n| --- | --- | --- |\n"
+        "| x | [y](../02_b/README.md#z) [here](#a-block) | SHOWN |\n"
+    ),
+    "01_a/b.py": "",
+    "tests/test_a.py": "def test_x(): ...\ndef test_twice(): ...",
+    "tests/test_b.py": "def test_twice(): ...",
+}
+
+
+def claims_page(shown: str, **more: str) -> str:
+    """Return the page that is made of one row, or what is wrong with the row."""
+    tree = {name: text.replace("SHOWN", shown) for name, text in CLAIMS.items()}
+    try:
+        return gather(tree | more)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ("`test_x`", "<br>[`test_x`](tests/test_a.py) |\n"),
+        ("`test_x[a]`, `test_x`", "[`test_x[a]`](tests/test_a.py), [`test_x`]("),
+        ("the `check:` of `b.py --c=1`", "`check:` of [`b.py --c=1`](01_a/b.py) |"),
+        ('the block "A block"', "the block [A block](01_a/README.md#a-block) |"),
+        ("`test_x`", "| x | [y](02_b/README.md#z) [here](01_a/README.md#a-block)<br>"),
+        (
+            "`test_x` |\n| 2 | z | the same test",
+            "| 2 | z<br>[`test_x`](tests/test_a.py) |",
+        ),
+        ("`test_gone`", "0 test functions are test_gone"),
+        ("`test_twice`", "2 test functions are test_twice"),
+        ("`c.py`", "there is no 01_a/c.py"),
+        ('the block "B"', "no heading is 'B'"),
+        ("the `check:`", "names no test, no script and no block"),
+        ("experience", "names no test, no script and no block"),
+        ("the same test", "'the same test' in the first row"),
+        ("`test_x` \\| |", "a cell holds a bar"),
+    ],
+)
+def test_rows_lead_to_what_they_name(shown: str, expected: str) -> None:
+    assert expected in claims_page(shown)
+
+
+def test_pages_come_in_the_order_in_which_their_chapter_names_them() -> None:
+    names = ["README.md", "C.md", "B.md", "A.md"]
+    tree = dict(CLAIMS)
+    for name in names[1:]:
+        tree[f"01_a/{name}"] = "# X\n\n## What people get wrong\n"
+    assert pages(tree) == [f"01_a/{name}" for name in names]
+    assert table_rows(tree["01_a/A.md"]) == []
+    with pytest.raises(ValueError, match="the columns are"):
+        table_rows(CLAIMS["01_a/README.md"].replace("| claim", "| myth"))
