@@ -52,7 +52,6 @@ def agents(*each: list[str], script: Path = TRAIN) -> list[Result]:
         return list(pool.map(lambda one: run(one, timeout=180), words))
 
 
-@pytest.mark.slow
 def test_what_goes_wrong_without_each_option() -> None:
     def c10d(*words: str) -> list[str]:
         conf = "--rdzv-conf=join_timeout=4,read_timeout=4"
@@ -133,7 +132,6 @@ def test_what_goes_wrong_without_each_option() -> None:
 # --- The laboratory. ----------
 
 
-@pytest.mark.slow
 def test_three_hosts_send_what_a_ring_must_in_spite_of_a_short_cut(
     laboratory: None,
 ) -> None:
@@ -234,7 +232,6 @@ def test_two_labs_have_the_same_addresses_and_never_meet(laboratory: None) -> No
         assert "host0 | check: 10.0.0.2 has reached us" in result.stdout
 
 
-@pytest.mark.slow
 def test_names_that_nobody_can_resolve(laboratory: None) -> None:
     # As on hosts without DNS. With names, neither option is needed: the third case.
     common = "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d"
