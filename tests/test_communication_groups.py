@@ -132,6 +132,7 @@ def acts_of(output: str) -> dict[str, str]:
     return dict(zip(parts[::2], texts, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SIGNATURES)
 @pytest.mark.timeout(120)
 def test_case_fails_as_described_and_leaves_nothing_behind(case: str) -> None:

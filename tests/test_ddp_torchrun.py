@@ -647,6 +647,7 @@ def test_three_ranks_from_another_folder_while_29500_is_taken(
     assert result.stderr == ""
 
 
+@pytest.mark.slow
 def test_compiled_run_works_or_says_why_not(text: Path, tmp_path: Path) -> None:
     words = [*TINY, "--batch-size=4", "--max-steps=2", "--compile", "--text", text]
     compilers = [os.environ.get("CXX", ""), "g++", "clang++"]

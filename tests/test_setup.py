@@ -209,6 +209,7 @@ def test_development_packages_are_installed_once(shared: Checkout) -> None:
     assert not shared.pip_log.exists(), "pip ran though nothing had changed"
 
 
+@pytest.mark.slow
 def test_failed_install_shows_the_error_and_is_tried_again(fresh: Checkout) -> None:
     wheel = next(fresh.wheels.iterdir())
     hidden = wheel.rename(fresh.folder.parent / wheel.name)
@@ -304,6 +305,7 @@ def test_broken_venv_is_made_again(shared: Checkout, damage: str) -> None:
     assert shared.make("setup").stdout == ""
 
 
+@pytest.mark.slow
 def test_moved_checkout_gets_a_venv_for_its_new_place(shared: Checkout) -> None:
     shared.set_up()
     old_folder = shared.folder
@@ -318,6 +320,7 @@ def test_moved_checkout_gets_a_venv_for_its_new_place(shared: Checkout) -> None:
     assert shared.tiny_version() == "1.0"
 
 
+@pytest.mark.slow
 def test_another_python_makes_the_venv_again_and_the_same_does_not(
     shared: Checkout,
 ) -> None:

@@ -23,6 +23,8 @@ from worker_pool import RankDied, RankError, RankFailure, RankTimeout, WorkerPoo
 pytestmark = pytest.mark.timeout(120)
 
 # Generous, for machines that do much else: how long killing and noticing may take.
+# What tests are made with is tested where that is changed: with `make test-all`.
+pytestmark = pytest.mark.slow
 SLACK = 15.0
 
 
