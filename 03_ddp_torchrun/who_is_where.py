@@ -11,12 +11,24 @@ Next: 03_ddp_torchrun/train.py
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 from itertools import zip_longest
+from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
 WIDTH = 32
+
+
+def refuse(message: str) -> NoReturn:
+    """Say in one line, from one rank only, what is wrong; exit with status 2."""
+    # The exit of rank 0 makes the launcher stop the other ranks while they sleep.
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        time.sleep(3)
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
 
 
 def own_place() -> dict[str, int]:
@@ -64,7 +76,7 @@ def main() -> None:
     """Gather the places of all ranks, draw them, check them."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "RANK" not in os.environ:
-        sys.exit("type: torchrun --nproc-per-node=2 03_ddp_torchrun/who_is_where.py")
+        refuse("start it with torchrun --nproc-per-node=2")
     # The numbers travel as a pickled object, so that gloo will do on any machine.
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     mine = own_place() | {"RANK": dist.get_rank()}

@@ -6,6 +6,8 @@ import torch
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
+from paper import PRECISIONS, bytes_for_each
+
 BLOCK_SIZE = (
     64  # tokens in the one sample of a step: what is counted is not activations
 )
@@ -97,8 +99,8 @@ def parameters_of(width: int, layers: int) -> int:
 def fit_into(room: int, width: int, layers: int) -> None:
     """Say before anything is allocated that a model is too large, and what would fit.
 
-    The most that one stage takes is stage 0: float32 weights as they are made, 4 bytes
-    a parameter, and beside them weights, gradients and Adam's states, 16 together.
+    All stages are counted one after the other. What any of them holds for a parameter
+    before anything is divided (paper.py) is what each rank may come to hold.
 
     Args:
         room: bytes that one rank may take.
@@ -108,17 +110,18 @@ def fit_into(room: int, width: int, layers: int) -> None:
     Raises:
         ValueError: one line with the model's size, the room, and a way out.
     """
+    each = max(sum(bytes_for_each(p, stage)) for p in PRECISIONS for stage in range(4))
     parameters = parameters_of(width, layers)
-    if 20 * parameters <= room:
+    if each * parameters <= room:
         return
     smaller = width
-    while smaller > 128 and 20 * parameters_of(smaller, layers) > room:
+    while smaller > 128 and each * parameters_of(smaller, layers) > room:
         smaller = smaller // 256 * 128
-    needed = 20 * parameters
+    needed, free = (f"{count / 1e9:,.1f} GB" for count in (each * parameters, room))
     raise ValueError(
-        f"--width={width} --layers={layers} has {parameters:,} parameters: stage 0 "
-        f"takes {needed / 1e9:,.1f} GB on each rank, and {room / 1e9:,.1f} GB are free "
-        f"for each; try --width={smaller}, or fewer layers"
+        f"--width={width} --layers={layers} has {parameters:,} parameters: that is up "
+        f"to {needed} on each rank, and {free} are free for each; try --width={smaller}, "
+        "or fewer layers"
     )
 
 

@@ -25,9 +25,10 @@ from launch import (
     torchrun,
 )
 
-# Generous, for machines that do much else: how long killing may take.
 # What tests are made with is tested where that is changed: with `make test-all`.
 pytestmark = pytest.mark.slow
+
+# Generous, for machines that do much else: how long killing may take.
 SLACK = 15.0
 
 DEFAULT_PORT = 29500  # allowed port: the tests hold it to see that no launch needs it

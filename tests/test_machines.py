@@ -263,6 +263,26 @@ def test_names_that_nobody_can_resolve(laboratory: None) -> None:
     assert "check: 0 weights differ on 2 rank(s)" in results["names"].output
 
 
+def test_numbers_that_do_not_fit_together_are_refused() -> None:
+    module = load_chapter("03_ddp_torchrun")["who_is_where"]
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+    def places(*numbers: tuple[int, int, int]) -> list[dict[str, int]]:
+        return [dict(zip(names, (*three, 3, 2), strict=True)) for three in numbers]
+
+    # Two ranks on one node and one on another, as when nodes have unequal numbers.
+    good = places((0, 0, 0), (1, 1, 0), (2, 0, 1))
+    good[2]["LOCAL_WORLD_SIZE"] = 1
+    assert module.check_places(good).startswith("3 ranks are numbered from 0")
+    drawn = module.draw_nodes(good)
+    assert len(drawn) == 4 and {len(line) for line in drawn[:3]} == {66}
+    assert drawn[2].count("rank 1 ") == 2  # its rank, and its local rank
+    with pytest.raises(RuntimeError, match="or there twice"):
+        module.check_places(places((0, 0, 0), (1, 1, 0), (1, 0, 1)))
+    with pytest.raises(RuntimeError, match="node 0 has the local ranks"):
+        module.check_places(places((0, 0, 0), (1, 0, 0), (2, 0, 1)))
+
+
 # --- Slurm. ----------
 
 
@@ -321,6 +341,7 @@ def test_slurm_script_starts_one_agent_on_each_node(tmp_path: Path) -> None:
         ("slow_link", [], "start it in the laboratory"),
         ("with_etcd", ["no.py"], "expected a script to run, not no.py"),
         ("with_etcd", ["--agents=9", str(TRAIN)], "--agents must be 1 to 4, not 9"),
+        ("who_is_where", [], "start it with torchrun --nproc-per-node=2"),
         ("listening", [], "start it with torchrun --nproc-per-node=2"),
         ("can_reach", ["localhost"], "expected HOST:PORT, not 'localhost'"),
         ("can_reach", ["localhost:99999"], "expected HOST:PORT, not 'localhost:99999'"),

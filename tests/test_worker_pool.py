@@ -20,11 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 import worker_pool as module
 from worker_pool import RankDied, RankError, RankFailure, RankTimeout, WorkerPool
 
-pytestmark = pytest.mark.timeout(120)
+# What tests are made with is tested where that is changed: with `make test-all`.
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 # Generous, for machines that do much else: how long killing and noticing may take.
-# What tests are made with is tested where that is changed: with `make test-all`.
-pytestmark = pytest.mark.slow
 SLACK = 15.0
 
 
