@@ -120,8 +120,8 @@ def fit_into(room: int, width: int, layers: int) -> None:
     needed, free = (f"{count / 1e9:,.1f} GB" for count in (each * parameters, room))
     raise ValueError(
         f"--width={width} --layers={layers} has {parameters:,} parameters: that is up "
-        f"to {needed} on each rank, and {free} are free for each; try --width={smaller}, "
-        "or fewer layers"
+        f"to {needed} on each rank, and {free} are free for each; try "
+        f"--width={smaller}, or fewer layers"
     )
 
 
