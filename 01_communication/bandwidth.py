@@ -6,7 +6,7 @@ Needs: requirements.txt. Uses the CPU and gloo, with 2 ranks or more, and an idl
 Expect: a row for each size, then the line through each column, latency + size /
     bandwidth, and a `check:` that what was timed also gave the right values.
 Before: 01_communication/ring_all_reduce.py, where the factors 2 (n-1)/n come from.
-Next: 01_communication/goes_wrong.py
+Next: 01_communication/goes_wrong.py, which shows what else can happen.
 """
 
 import argparse
@@ -173,21 +173,21 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure all collectives.")
     parser.error = refuse  # type: ignore[method-assign]
     parser.add_argument("--max-bytes", type=int, default=2**26, help="largest message")
-    parser.add_argument("--plot", type=Path, help="PNG file to draw")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--json", type=Path, help="file for draw_bandwidth.py")
     args = parser.parse_args()
     if not 4096 <= args.max_bytes <= 2**30:
         refuse(f"--max-bytes must be from 4096 to {2**30}, not {args.max_bytes}")
-    for path in filter(None, [args.plot, args.json]):
-        if not path.parent.is_dir():
-            refuse(f"there is no folder {path.parent}")
+    if args.json and args.json.is_dir():
+        refuse(f"--json {args.json}: this is a folder")
+    if args.json and not args.json.parent.is_dir():
+        refuse(f"--json {args.json}: there is no folder {args.json.parent}")
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         refuse("needs 2 ranks or more; start it with torchrun --nproc-per-node=2")
     return args
 
 
 def main() -> None:
-    """Measure size by size, fit, print, draw."""
+    """Measure size by size, fit, print, save."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     args = parse_args()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -233,11 +233,6 @@ def main() -> None:
         measured["collectives"][name] = one
     if dist.get_rank() == 0 and args.json:
         args.json.write_text(json.dumps(measured, indent=1) + "\n")
-    if dist.get_rank() == 0 and args.plot:
-        # Imported here, for matplotlib takes a second that most runs need not wait.
-        from draw_bandwidth import draw_lines
-
-        draw_lines(measured).savefig(args.plot, metadata={})
     checked = len(table) * len(measured["collectives"])
     say(f"check: {checked} timed results on {world_size} ranks have the right values")
     dist.destroy_process_group()

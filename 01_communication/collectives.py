@@ -5,7 +5,7 @@ Needs: expected.py beside it. A GPU for every rank is used if there is one.
 Expect: for each collective, what every rank holds before and after it, in rank order;
     then a `check:` that plain Python finds the same for every rank.
 Before: 01_communication/send_recv.py
-Next: 01_communication/draw_collectives.py, which draws each of them.
+Next: 01_communication/objects.py, the same with what is no tensor.
 """
 
 import argparse

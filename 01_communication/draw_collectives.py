@@ -122,8 +122,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ASSETS, help="folder to write to")
     out = parser.parse_args().out
     if not out.is_dir():
-        print(f"draw_collectives.py: there is no folder {out}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(f"draw_collectives.py: there is no folder {out}")
     rows = numbers_before(None, WORLD_SIZE)
     sums = after("all_reduce SUM", rows)
     fits = {

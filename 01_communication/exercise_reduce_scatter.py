@@ -1,7 +1,8 @@
 """An exercise: write the reduce-scatter, which is the first half of the ring.
 
 Run: python 01_communication/exercise_reduce_scatter.py
-Needs: an editor. Fill in `reduce_scatter`; it must do for any number of ranks.
+Needs: ask_ranks.py beside it, and an editor. Fill in `reduce_scatter`; it must do for
+    any number of ranks.
 Expect: a line for every rank that says what is still wrong with what it returns; at
     last a `check:`. Until then the script exits with status 1.
 Before: 01_communication/ring_all_reduce.py
@@ -9,18 +10,19 @@ Next: 01_communication/bandwidth.py
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from ask_ranks import ask_every_rank, in_words
 
 Send = Callable[[torch.Tensor, int], dist.Work | None]
 
@@ -38,24 +40,22 @@ def reduce_scatter(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
 
 # What follows checks it. Rank r starts with 10**r times the number of the chunk, from 1
 # on: each digit of a result says how often one rank's part is in it.
+COLUMNS = 4  # numbers in a chunk
 
 
-def verdict(
-    result: object, sent: int, rank: int, world_size: int, columns: int
-) -> str | None:
-    """Say in words what is wrong with a rank's result; None if nothing is.
+def verdict(result: object, sent: int, rank: int, world_size: int) -> str:
+    """Say in words what is wrong with a rank's result, or nothing.
 
     Args:
         result: what `reduce_scatter` returned on `rank`.
         sent: numbers that this rank has sent.
         rank: whose result it is.
         world_size: ranks, and so chunks.
-        columns: numbers in a chunk.
     """
     if not isinstance(result, torch.Tensor):
         return f"it returned {type(result).__name__}, not a tensor"
-    if result.numel() != columns:
-        return f"it returned {result.numel()} numbers; a chunk has {columns}"
+    if result.numel() != COLUMNS:
+        return f"it returned {result.numel()} numbers; a chunk has {COLUMNS}"
     values = set(result.flatten().tolist())
     if len(values) > 1:
         return "its numbers do not belong to one chunk; wait for what you receive"
@@ -73,32 +73,40 @@ def verdict(
         if missing:
             return f"the part of rank {', '.join(missing)} is missing: too few steps?"
         return f"its sum is {value:g}: some part is in it more than once"
-    if sent != (world_size - 1) * columns:
+    if sent != (world_size - 1) * COLUMNS:
         return (
             f"the sum is right, but {sent} numbers were sent; "
-            f"{world_size - 1} chunks of {columns} are enough"
+            f"{world_size - 1} chunks of {COLUMNS} are enough"
         )
-    return None
+    return ""
 
 
-def try_it(rank: int, world_size: int, columns: int = 4) -> str | None:
-    """Run the exercise once; return what is wrong with this rank's part of it."""
-    sent = 0
+def judge_reduce_scatter(rank: int) -> str:
+    """Try `reduce_scatter` once; say in words what is wrong on this rank."""
+    sent, world_size = 0, dist.get_world_size()
+    handles = []
 
     def isend(tensor: torch.Tensor, to: int) -> dist.Work | None:
         nonlocal sent
         sent += tensor.numel()
-        return dist.isend(tensor, to)
+        handles.append(dist.isend(tensor, to))
+        return handles[-1]
 
     # float64 holds eight digits exactly, one for each rank; float32 does not.
     chunks = torch.arange(1, world_size + 1, dtype=torch.float64)
-    chunks = chunks.repeat_interleave(columns)
-    tensor = (chunks * 10**rank).reshape(world_size, columns)
+    chunks = chunks.repeat_interleave(COLUMNS)
+    tensor = (chunks * 10**rank).reshape(world_size, COLUMNS)
     try:
         result = reduce_scatter(tensor, isend)
     except RuntimeError as error:
-        return f"it ended with: {str(error).split('] ', 1)[-1].splitlines()[0]}"
-    return verdict(result, sent, rank, world_size, columns)
+        return in_words(error)
+    found = verdict(result, sent, rank, world_size)
+    if not found and not all(handle.is_completed() for handle in handles):
+        found = "the sum is right, but a send was not waited for: it could get lost"
+    # A rank that left now would break off messages that others still wait for.
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+    return found
 
 
 def refuse(message: str) -> NoReturn:
@@ -108,21 +116,6 @@ def refuse(message: str) -> NoReturn:
         time.sleep(3)
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
-
-
-def one_rank_of_exercise(rank: int, world_size: int, port: int) -> None:
-    """Be one rank: join, try it, leave word at the store."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=10),
-    )
-    store.set(f"rank {rank}", try_it(rank, world_size) or "right")
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -136,13 +129,7 @@ def main() -> None:
         refuse("start it with python, not torchrun: it starts its own processes")
     if not 2 <= args.nprocs <= 8:
         refuse(f"--nprocs must be 2 to 8, not {args.nprocs}")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(one_rank_of_exercise, args=(args.nprocs, store.port), nprocs=args.nprocs)
-    found = [store.get(f"rank {rank}").decode() for rank in range(args.nprocs)]
-    if any(text != "right" for text in found):
-        for rank, text in enumerate(found):
-            print(f"rank {rank}: {text}")
-        sys.exit(1)
+    ask_every_rank(judge_reduce_scatter, args.nprocs)
     print(f"check: {args.nprocs} ranks hold their chunk of the sum")
 
 

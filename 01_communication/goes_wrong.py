@@ -4,7 +4,7 @@ Run: python 01_communication/goes_wrong.py --case=dtype
 Needs: requirements.txt. Uses the CPU and gloo: every text below is that backend's.
 Expect: what each rank printed and how it ended; then the same failure under a tool. The
     `check:` line says that the failure really happened. `--case=list` lists the cases.
-Before: 01_communication/groups.py.
+Before: 01_communication/bandwidth.py
 Next: 02_ddp_mp/one_process.py, on the way to ranks that exchange gradients.
 """
 
@@ -18,6 +18,8 @@ import sys
 import tempfile
 import textwrap
 import time
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,6 +34,7 @@ LIMIT = 30.0
 def rank_main(case: str, number: int, rank: int, folder: str) -> None:
     """Be one rank of one act; what it prints goes to a file of its own."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     if not os.path.isdir(folder):
         return  # Ctrl-C came while this rank was being started
     # The C++ part of torch writes past Python, so the streams themselves are turned.
@@ -58,6 +61,22 @@ def rank_main(case: str, number: int, rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def start_all(processes: list[ForkServerProcess]) -> None:
+    """Start them; a Ctrl-C that comes meanwhile waits until all have begun.
+
+    Before its first line a rank would answer it with a traceback.
+    """
+    # Python starts this one first, and it lifts the block: it has to be there already.
+    resource_tracker.ensure_running()
+    # Who is started inherits the block; `rank_main` lifts it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        for process in processes:
+            process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
 def perform(case: str, number: int) -> dict[int, tuple[int | None, str]]:
     """Run one act on ranks of its own; return each one's exit code and text."""
     # The fork server imports torch once; each rank is a fork of it, ready at once.
@@ -71,8 +90,7 @@ def perform(case: str, number: int) -> dict[int, tuple[int | None, str]]:
             for rank in CASES[case][number].ends
         }
         try:
-            for process in ranks.values():
-                process.start()
+            start_all(list(ranks.values()))
             deadline = time.monotonic() + LIMIT
             for process in ranks.values():
                 process.join(max(0, deadline - time.monotonic()))
@@ -118,10 +136,11 @@ def refuse(message: str) -> NoReturn:
 def main() -> None:
     """Run the acts of one case, show them, and check that each went wrong as meant."""
     parser = argparse.ArgumentParser(description="Provoke a failure of communication.")
+    parser.error = refuse  # type: ignore[method-assign]
     parser.add_argument("--case", default="", help=", ".join(CASES))
     case = parser.parse_args().case
     if "RANK" in os.environ:
-        refuse("starts its own ranks; start it with plain python")
+        refuse("start it with python, not torchrun: it starts its own processes")
     if case not in CASES:
         refuse(f"--case is one of {', '.join(CASES)}")
     acts, surprises = CASES[case], []
@@ -135,6 +154,9 @@ def main() -> None:
             # White space is one, because the patterns must not hang on line ends.
             if code != expected_code or not re.search(pattern, " ".join(text.split())):
                 surprises.append(f"{act.title}, rank {rank}")
+    # The fork server would end by itself, but on a busy machine some seconds after this
+    # script; Python has no public function that waits for it.
+    forkserver._forkserver._stop()  # pyright: ignore
     if surprises:
         sys.exit(f"did not go wrong as described: {'; '.join(surprises)}")
     print(

@@ -7,9 +7,10 @@ Expect: sums over the rows and the columns of a 2 x 2 table of ranks, made in tw
     a message that is not there before its last sender has called; and the time of
     communication before a computation against communication during it.
 Before: 01_communication/collectives.py, where all ranks take part.
-Next: 01_communication/goes_wrong.py.
+Next: 01_communication/ring_all_reduce.py, an all-reduce made of sends.
 """
 
+import argparse
 import os
 import signal
 import statistics
@@ -100,6 +101,9 @@ def refuse(message: str) -> NoReturn:
 def main() -> None:
     """Make the groups in two ways, look at a handle, measure the overlap."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parser = argparse.ArgumentParser(description="Show groups, and work meanwhile.")
+    parser.error = refuse  # type: ignore[method-assign]
+    parser.parse_args()
     if os.environ.get("WORLD_SIZE") != "4":
         refuse("needs 4 ranks; start it with torchrun --nproc-per-node=4")
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
@@ -145,7 +149,7 @@ def main() -> None:
     dist.destroy_process_group()
     wrong = [r for r, (_, _, _, right) in enumerate(by_rank) if not right]
     if wrong:
-        sys.exit(f"not what one process computes, on ranks {wrong}")
+        sys.exit(f"not what one process computes, on ranks {wrong}" if rank == 0 else 1)
     if rank == 0:
         print(
             "check: sums of rows and columns equal by new_group, by mesh and by hand, "

@@ -8,6 +8,7 @@ Before: 01_communication/collectives.py, the same movements with tensors.
 Next: 01_communication/groups.py, where only some of the ranks take part.
 """
 
+import argparse
 import os
 import pickle
 import signal
@@ -97,6 +98,9 @@ def refuse(message: str) -> NoReturn:
 def main() -> None:
     """Exchange objects, weigh them against tensors, receive a surprise."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parser = argparse.ArgumentParser(description="Send objects, and see what runs.")
+    parser.error = refuse  # type: ignore[method-assign]
+    parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         refuse("needs 2 ranks or more; start it with torchrun --nproc-per-node=2")
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
@@ -143,7 +147,7 @@ def main() -> None:
     dist.destroy_process_group()
     failures = [(r, names) for r, (_, _, names) in enumerate(by_rank) if names]
     if failures:
-        sys.exit(f"wrong, by rank: {failures}")
+        sys.exit(f"wrong, by rank: {failures}" if rank == 0 else 1)
     if rank == 0:
         print(
             f"check: 4 object collectives deliver what was sent, on {world_size} ranks;"

@@ -208,7 +208,8 @@ def show_deadlock(rank: int, world_size: int) -> bool:
         errors: list[list[str]] = [[]] * world_size
         dist.all_gather_object(errors, all_send_first(elements))
         stuck += sum(map(len, errors))
-        first = next((e for [e] in errors if "Timed out" in e), "nothing")
+        said = [error for one in errors for error in one]
+        first = next((error for error in said if "Timed out" in error), "nothing")
         if rank == 0:
             print(f"all send {elements:,} number(s) first; gloo says:\n  {first}")
     if rank == 0:
@@ -237,11 +238,11 @@ def main() -> None:
     if "RANK" in os.environ:
         refuse("start it with python, not torchrun: it starts its own processes")
     if not 2 <= args.nprocs <= 16:
-        refuse(f"--nprocs must be 2 to 16, not {args.nprocs}: it takes two to talk")
+        refuse(f"--nprocs must be 2 to 16, not {args.nprocs}")
     # The ranks meet at this store. With port 0 the system chooses one that is free.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = (args.nprocs, store.port, args.all_send_first)
-    mp.spawn(one_rank, args=ranks, nprocs=args.nprocs)
+    arguments = (args.nprocs, store.port, args.all_send_first)
+    mp.spawn(one_rank, args=arguments, nprocs=args.nprocs)
 
 
 if __name__ == "__main__":

@@ -253,16 +253,6 @@ def test_collectives_table() -> None:
     ]
 
 
-def test_collectives_in_full() -> None:
-    result = torchrun(COLLECTIVES, nproc=3, timeout=60)
-    assert result.returncode == 0
-    assert "Warning" not in result.stderr
-    lines = result.stdout.splitlines()
-    assert len(lines) == 2 + 18 * 4 + 1
-    assert max(map(len, lines)) <= 88
-    assert lines[-1] == "check: 18 calls on 3 ranks agree with plain Python"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -332,7 +322,7 @@ def test_all_send_first_gets_stuck_at_any_size() -> None:
 @pytest.mark.parametrize(
     ("words", "environment", "message"),
     [
-        (["--nprocs=1"], {}, "--nprocs must be 2 to 16, not 1: it takes two to talk"),
+        (["--nprocs=1"], {}, "--nprocs must be 2 to 16, not 1"),
         (["--nprocs=x"], {}, "argument --nprocs: invalid int value: 'x'"),
         (
             [],
@@ -368,7 +358,7 @@ def test_pictures_are_those_of_the_script(tmp_path: Any) -> None:
 
 def test_pictures_need_a_folder() -> None:
     result = python(DRAW, "--out=nowhere", timeout=60)
-    assert result.returncode == 2
+    assert result.returncode == 1
     assert result.stderr == "draw_collectives.py: there is no folder nowhere\n"
 
 
@@ -427,6 +417,9 @@ def test_reduce_spoils_the_other_tensors(worker_pool: WorkerPool) -> None:
     # Only the root, the last rank, has all of the sum.
     total = [111.0, 222.0, 333.0]
     assert [after == total for _, after in results] == [False, False, True]
+    # With two ranks there is nothing half-made: the other one holds the sum as well.
+    by_rank = worker_pool.run(make_all_calls, world_size=2)
+    assert [calls["reduce"][1] for calls in by_rank] == [[11.0, 22.0]] * 2
 
 
 def test_local_rank_has_another_name() -> None:

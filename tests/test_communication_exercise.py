@@ -1,6 +1,7 @@
 """The reduce-scatter exercise: its checker refuses what is wrong and says why."""
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -75,12 +76,20 @@ def sends_first_and_waits(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
     return tensor[rank]
 
 
-def try_answer(answer: Callable[[torch.Tensor, Send], torch.Tensor]) -> str | None:
+def waits_for_no_send(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
+    def not_waited_for(piece: torch.Tensor, to: int) -> mock.Mock:
+        isend(piece, to)
+        return mock.Mock()
+
+    return reduce_scatter(tensor, not_waited_for)  # type: ignore[arg-type]
+
+
+def try_answer(answer: Callable[[torch.Tensor, Send], torch.Tensor]) -> str:
     """Let the checker judge an answer on this rank."""
     stub = EXERCISE.reduce_scatter
     vars(EXERCISE)["reduce_scatter"] = answer
     try:
-        return EXERCISE.try_it(dist.get_rank(), dist.get_world_size())
+        return EXERCISE.judge_reduce_scatter(dist.get_rank())
     finally:
         vars(EXERCISE)["reduce_scatter"] = stub
 
@@ -88,7 +97,7 @@ def try_answer(answer: Callable[[torch.Tensor, Send], torch.Tensor]) -> str | No
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_answer_passes(worker_pool: WorkerPool, world_size: int) -> None:
     found = worker_pool.run(try_answer, reduce_scatter, world_size=world_size)
-    assert found == [None] * world_size
+    assert found == [""] * world_size
 
 
 @pytest.mark.parametrize(
@@ -113,6 +122,10 @@ def test_answer_passes(worker_pool: WorkerPool, world_size: int) -> None:
         (
             sends_everything,
             ["the sum is right, but 24 numbers were sent; 2 chunks"] * 3,
+        ),
+        (
+            waits_for_no_send,
+            ["the sum is right, but a send was not waited for: it could get lost"] * 3,
         ),
         (returns_everything, ["it returned 12 numbers; a chunk has 4"] * 3),
         (returns_nothing, ["it returned NoneType, not a tensor"] * 3),
