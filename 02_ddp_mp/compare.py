@@ -146,9 +146,10 @@ def compare_rank(rank: int, world_size: int, port: int, steps: int) -> None:
     if wrong:
         raise RuntimeError(f"not as it should be: {', '.join(wrong)}")
     if rank == 0:
+        limits = " and ".join(f"{limit:.0e}" for limit in LIMITS.values())
         print(
-            f"check: {len(WAYS) - 1} ways end as one process does (limits 3e-03 and "
-            "1e-11), without exchange none",
+            f"check: {len(WAYS) - 1} ways end as one process does (limits {limits}), "
+            "without exchange none",
             flush=True,
         )
     dist.destroy_process_group()

@@ -8,6 +8,7 @@ Before: 02_ddp_mp/README.md, "Exercises"
 Next: 02_ddp_mp/by_hand.py, where the same is done in three ways that work.
 """
 
+import argparse
 import multiprocessing
 import os
 import signal
@@ -90,6 +91,9 @@ def exercise_rank(rank: int, port: int, different: torch.Tensor) -> None:
 def main() -> None:
     """Train on two ranks, then say whether they did it together."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parser = argparse.ArgumentParser(description="Check your averaged gradients.")
+    parser.error = refuse  # type: ignore[method-assign]
+    parser.parse_args()
     if "RANK" in os.environ:
         refuse("start it with python, not torchrun: it starts its own processes")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

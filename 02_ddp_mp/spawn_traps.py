@@ -7,6 +7,7 @@ Before: 02_ddp_mp/train.py
 Next: 03_ddp_torchrun/train.py, where a launcher starts the ranks instead.
 """
 
+import argparse
 import logging
 import multiprocessing
 import os
@@ -155,6 +156,9 @@ def refuse(message: str) -> NoReturn:
 def main() -> None:
     """Perform the acts, and stop at the end if one went otherwise than described."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it in silence
+    parser = argparse.ArgumentParser(description="Show what mp.spawn does.")
+    parser.error = refuse  # type: ignore[method-assign]
+    parser.parse_args()
     if "RANK" in os.environ:
         refuse("start it with python, not torchrun: it starts its own processes")
     happened = []

@@ -60,7 +60,10 @@ def sample_points(
     """
     cells = len(terrain.places)
     if points + held_out > cells:
-        raise ValueError(f"the terrain has {cells} cells, of which {held_out} held out")
+        raise ValueError(
+            f"the terrain has {cells} cells, of which {held_out} are held out: "
+            f"{cells - held_out} at most"
+        )
     order = torch.randperm(cells, generator=torch.Generator().manual_seed(seed))
     chosen, unseen = order[:points], order[points : points + held_out]
     return (

@@ -229,7 +229,10 @@ def main() -> None:
         refuse("start it with python, not torchrun: it starts its own two ranks")
     megabytes = LAYERS * (args.width + 1) * args.width * 4 / 2**20
     if args.width > 8192 or args.bucket_mb > megabytes / 2:
-        refuse(f"{megabytes:.1f} MB of gradients: --width 8192 at most, in 2 buckets")
+        refuse(
+            f"{megabytes:.1f} MB of gradients: --bucket-mb must be at most half of "
+            "that, and --width at most 8192"
+        )
     if args.json and not os.access(args.json.resolve().parent, os.W_OK):
         refuse(f"cannot write into the folder {args.json.parent}")
     # The profiler's C++ part says on every start that it has started.

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import table
-from data import PACKAGES, Samples, load_samples
+from data import PACKAGES, ROWS, Samples, load_samples
 from model import WIDTH, HybridModel, Table, dense_part
 from options import positive_int, refuse
 from proof import relative_error, table_of
@@ -203,8 +203,8 @@ def be_one_of_them(name: str, store: dist.TCPStore, settings: Settings) -> None:
             os._exit(1)
 
 
-def main() -> None:
-    """Start the processes."""
+def parse_args() -> argparse.Namespace:
+    """Read the command line, and refuse what cannot work."""
     parser = argparse.ArgumentParser(description="Show what asynchronous means.")
     parser.error = refuse  # type: ignore[method-assign]
     add = parser.add_argument
@@ -213,7 +213,23 @@ def main() -> None:
     args = parser.parse_args()
     if "RANK" in os.environ:
         refuse("start it with python, not torchrun: it starts its own processes")
-    settings = Settings(args.trainers, 2**15, 16, args.epochs, None, 0.1, 0)
+    if args.trainers > 16:
+        refuse(f"--trainers is at most 16, not {args.trainers}")
+    return args
+
+
+def main() -> None:
+    """Start the processes."""
+    args = parse_args()
+    settings = Settings(
+        trainers=args.trainers,
+        rows=ROWS,
+        batch_size=16,
+        epochs=args.epochs,
+        max_steps=None,
+        lr=0.1,
+        seed=0,
+    )
     names = ["master", SERVER, *(f"trainer{rank}" for rank in range(args.trainers))]
     launch(names, be_one_of_them, settings)
 

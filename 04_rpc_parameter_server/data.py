@@ -75,6 +75,12 @@ class Samples:
             yield self.batch(own[step * batch_size : (step + 1) * batch_size])
 
 
+def bag_of_each(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Tell for each row number of a batch which bag it is in: (tokens,), from 0."""
+    ends = torch.cat([offsets[1:], offsets.new_tensor([len(indices)])])
+    return torch.repeat_interleave(ends - offsets)
+
+
 def find_sources(package: str) -> tuple[list[Path], list[Path]]:
     """List a package's files, for training and held out, in the same order anywhere.
 

@@ -68,7 +68,8 @@ def draw_costs(near: dict, far: dict) -> tuple[plt.Figure, int]:
         panel.set_xlabel("bags in a batch")
         panel.grid(alpha=0.3)
     axes[0].legend(fontsize=9)
-    axes[2].legend(fontsize=9)
+    # Above the line of one process, below the others.
+    axes[2].legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 0.03))
     figure.tight_layout()
     return figure, impossible
 

@@ -195,7 +195,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure what a lookup costs.")
     parser.error = refuse  # type: ignore[method-assign]
     add = parser.add_argument
-    add("--batch-sizes", type=positive_int, nargs="+", default=[8, 32, 128, 512])
+    sizes = [8, 32, 128, 512]
+    add("--batch-sizes", type=positive_int, nargs="+", default=sizes, help="in bags")
     add("--rounds", type=positive_int, default=9, help="the fastest one counts")
     add("--steps", type=positive_int, default=10, help="of each way in a round")
     add("--latency", type=float, default=0.0, help="ms that each answer is held back")

@@ -67,10 +67,9 @@ def train_in_rounds(
             optimizer.zero_grad()
             sums = model.table(indices, offsets)
             if early is not None:
+                # The numbers are old; the gradients go to the rows of this batch.
                 with torch.no_grad():
-                    sums.copy_(
-                        early
-                    )  # the gradients still go to the rows of this batch
+                    sums.copy_(early)
             cross_entropy(model.dense(sums), labels).backward()
             if late and following < len(batches):
                 early = model.table(*batches[following][:2]).detach()

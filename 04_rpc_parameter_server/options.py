@@ -6,10 +6,11 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from data import ROWS
+from data import ROWS, load_samples
 from model import WIDTH
 from table import load_table
 
@@ -41,6 +42,17 @@ def positive_float(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
 
 
+def with_hyphens(words: Sequence[str]) -> list[str]:
+    """Spell `--max_epochs` as `--max-epochs`, so that one may type either."""
+    spelled = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        spelled.append(name + equals + value)
+    return spelled
+
+
 def parse_args() -> argparse.Namespace:
     """Read the command line and refuse what cannot work, before anything starts."""
     parser = argparse.ArgumentParser(
@@ -51,7 +63,8 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--trainers", type=positive_int, default=2, help="trainers in the run")
     add("--batch-size", type=positive_int, default=16, help="samples per trainer")
-    add("--epochs", type=positive_int, default=3, help="passes over the samples")
+    # The other chapters' name for it will do as well.
+    add("--epochs", "--max-epochs", type=positive_int, default=3, help="passes")
     add("--max-steps", type=positive_int, default=None, help="stop after so many steps")
     add("--lr", type=positive_float, default=0.1, help="learning rate")
     add("--rows", type=positive_int, default=ROWS, help="rows of the table")
@@ -66,12 +79,13 @@ def parse_args() -> argparse.Namespace:
     add("--master-port", type=positive_int, default=None, help="and its port")
     add("--rank", type=int, default=None, help="which trainer, from 0")
     add("--patience", type=positive_float, default=60.0, help="seconds to wait for all")
-    args = parser.parse_args()
+    args = parser.parse_args(with_hyphens(sys.argv[1:]))
     if "RANK" in os.environ:
         refuse("start it with python, not torchrun: it starts its own processes")
     check_role(args)
     if args.table:
         check_table(args.table, args.rows)
+    check_samples("--trainers", args.trainers, args.batch_size, args.rows)
     return args
 
 
@@ -101,6 +115,16 @@ def check_role(args: argparse.Namespace) -> None:
         )
     if args.table and args.role != "parameter_server":
         refuse("--table belongs to --role parameter_server, which holds the table")
+
+
+def check_samples(option: str, count: int, batch_size: int, rows: int = ROWS) -> None:
+    """Refuse a step in which `count` processes take more samples than there are."""
+    try:
+        samples = len(load_samples(rows)[0])
+    except OSError as error:
+        refuse(str(error))
+    if count * batch_size > samples:
+        refuse(f"{option} times --batch-size is at most {samples}, the samples")
 
 
 def check_table(path: Path, rows: int) -> None:

@@ -5,6 +5,7 @@ import time
 import torch
 from torch.nn.functional import embedding_bag
 
+from data import bag_of_each
 from model import Table
 
 
@@ -27,9 +28,7 @@ class RowServer:
     def update_sums(self, step: int, gradient: torch.Tensor) -> None:
         """Take a step: each row of a bag gets the gradient of the bag's sum, (B, D)."""
         indices, offsets = self.bags.pop(step)
-        ends = torch.cat([offsets[1:], offsets.new_tensor([len(indices)])])
-        bag_of = torch.repeat_interleave(ends - offsets)
-        self.update_rows(indices, gradient[bag_of])
+        self.update_rows(indices, gradient[bag_of_each(indices, offsets)])
 
     def update_then_sums(
         self,

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from data import PACKAGES, ROWS, Batch, load_samples
 from model import WIDTH, HybridModel, dense_part
 from one_process import batches_without_end, join_batches, train_in_one_process
-from options import positive_float, positive_int, refuse
+from options import check_samples, positive_float, positive_int, refuse
 from split_table import SplitTable, TablePart
 from trainer import EagerSGD
 from world import launch
@@ -189,12 +189,7 @@ def parse_args() -> argparse.Namespace:
         refuse("start it with python, not torchrun: it starts its own processes")
     if args.parameter_servers > min(16, args.rows) or args.trainers > 16:
         refuse("--parameter-servers and --trainers are at most 16, and a row for each")
-    try:
-        samples = len(load_samples(args.rows)[0])
-    except OSError as error:
-        refuse(str(error))
-    if args.trainers * args.batch_size > samples:
-        refuse(f"--trainers times --batch-size is at most {samples}, the samples")
+    check_samples("--trainers", args.trainers, args.batch_size, args.rows)
     return args
 
 

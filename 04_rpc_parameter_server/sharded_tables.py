@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from data import PACKAGES, ROWS, load_samples
 from model import WIDTH, HybridModel, Table, dense_part
 from one_process import batches_without_end, join_batches, train_in_one_process
-from options import positive_float, positive_int, refuse
+from options import check_samples, positive_float, positive_int, refuse
 from split_table import split_bags
 
 LIMIT = 1e-5  # float32 sums in another order differ by less
@@ -147,7 +147,8 @@ def train_sharded(args: argparse.Namespace) -> tuple[float, HybridModel]:
     if rank == 0:
         for owner, (rows, sent) in enumerate(held):
             print(f"rank {owner} holds {rows:,} rows, sent {sent:,} bytes to look up")
-        print(f"held-out accuracy {right.float().mean():.2f}, by chance 0.17")
+        chance = 1 / len(PACKAGES)
+        print(f"held-out accuracy {right.float().mean():.2f}, by chance {chance:.2f}")
         print(
             f"check: {args.steps} steps on {world_size} rank(s): {distance:.0e} from "
             f"where one process ends (limit {LIMIT:.0e})",
@@ -191,12 +192,7 @@ def parse_args() -> argparse.Namespace:
         refuse("start it with python, not torchrun: it starts its own processes")
     if args.nprocs > min(16, args.rows):
         refuse(f"--nprocs is at most 16, and a row for each, not {args.nprocs}")
-    try:
-        samples = len(load_samples(args.rows)[0])
-    except OSError as error:
-        refuse(str(error))
-    if args.nprocs * args.batch_size > samples:
-        refuse(f"--nprocs times --batch-size is at most {samples}, the samples")
+    check_samples("--nprocs", args.nprocs, args.batch_size, args.rows)
     return args
 
 

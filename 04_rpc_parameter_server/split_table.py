@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.distributed.nn import RemoteModule
 
+from data import bag_of_each
+
 BLOCK = 1024  # rows of the table that are made at once
 
 
@@ -36,8 +38,7 @@ def split_bags(
         For each owner the numbers of its rows as it counts them, (its tokens,), and how
         many of them each bag has, (B,).
     """
-    ends = torch.cat([offsets[1:], offsets.new_tensor([len(indices)])])
-    bag_of = torch.repeat_interleave(ends - offsets)
+    bag_of = bag_of_each(indices, offsets)
     own = [indices % owners == owner for owner in range(owners)]
     return [
         (indices[mine] // owners, bag_of[mine].bincount(minlength=len(offsets)))

@@ -31,7 +31,7 @@ from data import PACKAGES, ROWS, Batch, load_samples
 from lookups import LR
 from model import WIDTH, HybridModel, Table, dense_part
 from one_process import batches_without_end, flat, train_in_rounds
-from options import positive_int, refuse
+from options import check_samples, positive_int, refuse
 from proof import different_dense_weights
 from row_server import make
 from train import be_parameter_server
@@ -226,12 +226,7 @@ def parse_args() -> argparse.Namespace:
         refuse("start it with python, not torchrun: it starts its own processes")
     if args.trainers > 16 or max(args.rounds, args.steps) > 100:
         refuse("--rounds and --steps are at most 100, --trainers at most 16")
-    try:
-        samples = len(load_samples()[0])
-    except OSError as error:
-        refuse(str(error))
-    if args.trainers * args.batch_size > samples:
-        refuse(f"--trainers times --batch-size is at most {samples}, the samples")
+    check_samples("--trainers", args.trainers, args.batch_size)
     return args
 
 

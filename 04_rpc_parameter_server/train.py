@@ -20,7 +20,6 @@ import torch.distributed.rpc as rpc
 from torch.distributed.nn import RemoteModule
 
 import table
-from data import PACKAGES, find_sources
 from meeting import (
     NAMED,
     PortTaken,
@@ -142,19 +141,14 @@ def be_one(
 def main() -> None:
     """Start all processes here, or be one of them."""
     args = parse_args()
-    try:
-        for package in PACKAGES:
-            find_sources(package)
-    except OSError as error:
-        refuse(str(error))
     settings = Settings(
-        args.trainers,
-        args.rows,
-        args.batch_size,
-        args.epochs,
-        args.max_steps,
-        args.lr,
-        args.seed,
+        trainers=args.trainers,
+        rows=args.rows,
+        batch_size=args.batch_size,
+        epochs=args.epochs,
+        max_steps=args.max_steps,
+        lr=args.lr,
+        seed=args.seed,
     )
     # The master comes first: RPC's rank 0 is the one that the others ask for.
     names = ["master", SERVER, *(f"trainer{rank}" for rank in range(args.trainers))]
@@ -172,7 +166,7 @@ def main() -> None:
             else reach_store(address, port, args.patience)
         )
     except PortTaken as error:
-        refuse(f"{error}; choose another --master-port")
+        refuse(f"{error}; check --master-addr, or choose another --master-port")
     except TimeoutError:
         refuse(f"no master at {address}:{port} after {args.patience:g} s")
     try:

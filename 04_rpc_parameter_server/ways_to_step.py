@@ -14,7 +14,7 @@ from torch.distributed.optim import DistributedOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from data import PACKAGES, ROWS, Batch
+from data import PACKAGES, ROWS, Batch, bag_of_each
 from lookups import LR
 from model import WIDTH, HybridModel, dense_part
 from row_server import tables
@@ -84,10 +84,9 @@ class Way:
         """
         total = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
         for (indices, offsets, _), gradient in zip(batches, self.sent, strict=True):
-            ends = torch.cat([offsets[1:], offsets.new_tensor([len(indices)])])
             # Each row of a bag has the gradient of the bag's sum.
-            bag_of = torch.repeat_interleave(ends - offsets)
-            total.index_add_(0, indices, gradient.double()[bag_of])
+            of_rows = gradient.double()[bag_of_each(indices, offsets)]
+            total.index_add_(0, indices, of_rows)
         dist.all_reduce(total)
         return total
 

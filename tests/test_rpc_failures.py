@@ -203,7 +203,7 @@ def test_a_port_in_use_and_an_absent_master_are_one_line_each(run: Run) -> None:
         output, _ = run.start("--role=master", *words).communicate(timeout=PATIENCE)
     assert output == (
         f"train.py: cannot listen at 127.0.0.1:{port}: Address already in use; "
-        "choose another --master-port\n"
+        "check --master-addr, or choose another --master-port\n"
     )
     process = run.start("--role=parameter_server", "--patience=0.5", *words)
     output, _ = process.communicate(timeout=PATIENCE)

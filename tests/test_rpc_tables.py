@@ -27,6 +27,7 @@ CHAPTER = "04_rpc_parameter_server"
 MODULES = load_chapter(CHAPTER)
 SEVERAL, SHARDED = MODULES["several_servers"], MODULES["sharded_tables"]
 SPLIT, ALONE = MODULES["split_table"], MODULES["one_process"]
+ASYNCHRONOUS = MODULES["asynchronous"]
 WIRE, LOOKUPS, COST = MODULES["wire"], MODULES["lookups"], MODULES["lookup_cost"]
 TABLE = MODULES["model"].Table
 
@@ -361,6 +362,7 @@ def test_committed_numbers_are_those_of_the_picture() -> None:
             "--parameter-servers and --trainers are at most 16",
         ),
         (SEVERAL, ["--batch-size=99999"], "--trainers times --batch-size is at most "),
+        (ASYNCHRONOUS, ["--trainers=17"], "--trainers is at most 16, not 17"),
         (COST, ["--batch-sizes=1000"], "--batch-sizes are at most 512"),
         (COST, ["--latency=-1"], "--latency must be from 0 to 1000, not -1"),
         (COST, ["--json=nowhere/x"], "there is no folder nowhere"),
@@ -389,7 +391,7 @@ def test_scripts_refuse_in_one_line(
     assert printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("script", [SEVERAL, COST, SHARDED])
+@pytest.mark.parametrize("script", [ASYNCHRONOUS, SEVERAL, COST, SHARDED])
 def test_scripts_refuse_a_launcher(
     script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
