@@ -78,3 +78,14 @@ def worker_pool() -> "Iterator[WorkerPool]":
 
     with WorkerPool(max_ranks=4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def laboratory() -> None:
+    """Skip what needs network namespaces where there can be none."""
+    from scripts import load_chapter
+
+    try:
+        load_chapter("03_ddp_torchrun")["network"].own_world()
+    except OSError as error:
+        pytest.skip(f"no laboratory here: {error}")

@@ -53,7 +53,7 @@ def connect(host: str, port: int, seconds: float) -> socket.socket:
     where = f"{host}:{port}"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):  # the second for no name at all: a..b
         refuse(f"no address is known for {host}; use its IP address, or mend DNS")
     address = str(found[0][4][0])
     deadline = time.monotonic() + seconds
@@ -121,6 +121,8 @@ def main() -> None:
     add("--seconds", type=float, default=5, help="how long to try (5)")
     parser.error = refuse  # type: ignore[method-assign]
     args = parser.parse_args()
+    if not 0 < args.seconds <= 86400:
+        refuse(f"--seconds must be above 0, and a day at most, not {args.seconds:g}")
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         check_interface(name)
     if args.listen is not None:

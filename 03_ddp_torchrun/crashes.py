@@ -12,6 +12,7 @@ Next: 03_ddp_torchrun/world_changes.py, ranks that leave and others that come.
 import argparse
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -109,6 +110,10 @@ def main() -> None:
     add("--snapshot-every", type=positive_int, default=5, help="steps between two")
     add("--seed", type=int, default=0, help="of the moments and victims")
     args = parser.parse_args()
+    if "RANK" in os.environ:
+        fail("start it with python, not torchrun: it starts its own processes")
+    # Ctrl-C becomes an exit, so that what was started is ended first.
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     if args.snapshot_every * (args.kills + 1) >= args.steps:
         fail(f"--steps={args.steps} ends before {args.kills} kills; give more steps")
     random.seed(args.seed)

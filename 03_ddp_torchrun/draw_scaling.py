@@ -19,29 +19,23 @@ matplotlib.use("Agg")  # draw into a file; no window, no display needed
 
 import matplotlib.pyplot as plt
 
+from scaling_rows import TOKENS, errors_unseen
 from step_model import step_ms
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
-TOKENS = 128e3  # in a sample, times the milliseconds in a second
 KINDS = {  # marker, line, label
     "weak": ("o", "-", "weak, one bucket"),
     "overlap": ("^", "--", "weak, four buckets"),
     "strong": ("s", ":", "strong, one bucket"),
 }
-LIMIT = 0.25  # how far off a drawn prediction may be where a link sets the pace
+LIMIT = 0.25  # how far off a drawn prediction may be
 
 
 def rate(row: dict[str, Any], key: str) -> float:
     """Return thousands of tokens in a second."""
     return row["ranks"] * row["samples"] * TOKENS / row[key] / 1e3
-
-
-def errors(one: dict[str, Any]) -> list[float]:
-    """Return how far the predictions are off for teams that the fit has not seen."""
-    unseen = [row for row in one["rows"] if row["ranks"] > 2]
-    return [row["predicted_ms"] / row["ms"] - 1 for row in unseen]
 
 
 def draw_measured(axes: plt.Axes, found: dict[str, dict[str, Any]]) -> None:
@@ -60,7 +54,7 @@ def draw_measured(axes: plt.Axes, found: dict[str, dict[str, Any]]) -> None:
     axes.set_ylabel("thousand tokens per second")
     axes.set_ylim(0, 85)  # room for the legend
     axes.set_xticks([1, 2, 3, 4])
-    off = max(abs(error) for one in found.values() for error in errors(one))
+    off = max(abs(error) for one in found.values() for error in errors_unseen(one))
     title = f"measured (marks), predicted (lines), up to {off:.0%} off"
     axes.set_title(title, fontsize=10)
     axes.legend(fontsize=8, loc="upper center", borderaxespad=0)
@@ -112,7 +106,7 @@ def main() -> None:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    off = [one for each in found.values() for one in errors(each)]
+    off = [one for each in found.values() for one in errors_unseen(each)]
     worst = max(off, key=abs)
     if abs(worst) > LIMIT:
         raise RuntimeError(

@@ -73,7 +73,7 @@ def draw_step(
             3.1,
         )
         box(axes, 3.9, y, f"gradient {gradients[rank]:+.2f}", colour, 2.5)
-        box(axes, 9.8, y, f"step by {mean:+.2f}", colour, 2.2)
+        box(axes, 9.8, y, f"step with {mean:+.2f}", colour, 2.2)
         arrow(axes, (3.2, y), (3.9, y))
         arrow(axes, (6.4, y), (7.0, 1.3 + 0.25 * (1 - 2 * rank)))
         arrow(axes, (9.2, 1.3 + 0.25 * (1 - 2 * rank)), (9.8, y))

@@ -1,8 +1,7 @@
 """An exercise: accumulate gradients over an epoch whose last step is shorter.
 
 Run: python 03_ddp_torchrun/exercise_accumulation.py
-Needs: this folder and an editor. Rewrite
-    `train_epoch`. Runs on the CPU, by gloo.
+Needs: this folder and an editor. Rewrite `train_epoch`. Runs on the CPU, by gloo.
 Expect: a line for every rank that says what is still wrong with its steps; at last a
     `check:`. Until then the script exits with status 1.
 Before: 03_ddp_torchrun/accumulation.py, which does this for a single step.

@@ -1,12 +1,11 @@
 """An exercise: a training loop that runs, learns, and is wrong in four places.
 
 Run: python 03_ddp_torchrun/exercise_broken_training.py
-Needs: this folder and an editor. Repair `train_and_save`. Runs on the CPU,
-    by gloo.
+Needs: this folder and an editor. Repair `train_and_save`. Runs on the CPU, by gloo.
 Expect: for every rank the first thing that is wrong with what was done there; at last
     a `check:`. Until then the script exits with status 1.
 Before: 03_ddp_torchrun/train.py, where all four are done right.
-Next: 03_ddp_torchrun/resume.py
+Next: 03_ddp_torchrun/exercise_accumulation.py
 """
 
 import math

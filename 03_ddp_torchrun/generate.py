@@ -10,12 +10,14 @@ Next: 03_ddp_torchrun/speed.py, what training on several ranks costs.
 
 import argparse
 import math
+import os
 import sys
 from pathlib import Path
 
 import torch
 
 from data import WindowDataset, load_text
+from options import OneLineParser, fail
 from snapshot import load_snapshot
 
 TOLERANCE = 1e-4  # nats: the same bytes, but summed in another order
@@ -23,7 +25,7 @@ TOLERANCE = 1e-4  # nats: the same bytes, but summed in another order
 
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Write text with a trained model.")
+    parser = OneLineParser(description="Write text with a trained model.")
     parser.add_argument("--snapshot", type=Path, required=True, help="file to read")
     parser.add_argument("--prompt", default="import ", help="the text to go on from")
     parser.add_argument("--length", type=int, default=300, help="bytes to write")
@@ -35,9 +37,7 @@ def parse_args() -> argparse.Namespace:
     )
     args = parser.parse_args()
     if not args.prompt or args.length < 0 or not 0 < args.temperature < math.inf:
-        parser.error(
-            "--prompt needs a character, --length 0 or more, --temperature > 0"
-        )
+        fail("--prompt needs a character, --length 0 or more, --temperature > 0")
     return args
 
 
@@ -45,12 +45,14 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     """Load, write text, and recompute what train.py printed."""
     args = parse_args()
+    if "RANK" in os.environ:
+        fail("start it with python, not torchrun: it is one process")
     try:
         model, snapshot = load_snapshot(args.snapshot)
         corpus = Path(snapshot["text"]) if snapshot["text"] else None
         _, held_out_text = load_text(corpus, model.config.block_size)
     except (OSError, ValueError) as error:
-        sys.exit(f"generate.py: {error}")
+        fail(str(error))
     prompt = args.prompt.encode()
     model.eval()  # dropout is for training alone
     print(model.generate(prompt, args.length, args.temperature, args.seed))

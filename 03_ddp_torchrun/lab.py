@@ -205,12 +205,16 @@ def parse_args() -> argparse.Namespace:
     add("--cut-when", metavar="TEXT", help="pull it when a host prints this")
     add("--mend-after", type=float, metavar="SECONDS", help="put it back so much later")
     add("command", nargs="+", help="a script for torchrun, or any other command")
-    parser.error = refuse  # type: ignore[method-assign]
+    parser.error = lambda message: refuse(  # type: ignore[method-assign]
+        f"{message}; the command for the hosts stands after --"
+    )
     args = parser.parse_args()
     if "RANK" in os.environ:
-        refuse("starts its own ranks; start it with plain python")
+        refuse("start it with python, not torchrun: it starts its own processes")
     if not 1 <= args.hosts <= 16:
         refuse(f"--hosts must be 1 to 16, not {args.hosts}")
+    if args.nproc_per_node < 1 or (args.mend_after or 0) < 0:
+        refuse("--nproc-per-node must be 1 or more, --mend-after 0 or more")
     if args.cut_host is None:
         args.cut_host = args.hosts - 1
     if not 0 <= args.cut_host < args.hosts:

@@ -7,9 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from data import WindowDataset
 from model import GPT
 
-TOLERANCE = (
-    1e-5  # of the largest entry; sums of float32 in another order differ by 1e-7
-)
+TOLERANCE = 1e-5  # of the largest entry: float32 sums in another order differ by 1e-7
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:

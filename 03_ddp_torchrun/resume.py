@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from model import GPT, GPTConfig
-from snapshot import load_snapshot, write_whole
+from snapshot import check_writable, load_snapshot, write_whole
 
 
 def check_restarts() -> None:
@@ -66,14 +66,11 @@ def find_snapshot(
         None if there is no snapshot at all.
 
     Raises:
-        ValueError: the folder cannot be used, or what is there cannot be gone on from.
+        ValueError: `path` cannot be written, or what is there cannot be gone on from.
     """
     if path is None:
         return None
-    if not path.parent.is_dir():
-        raise ValueError(f"--snapshot {path}: there is no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"--snapshot {path}: no permission to write in {path.parent}")
+    check_writable(path)
     present = [one for one in (path, previous(path)) if one.exists()]
     for one in present:
         try:
@@ -81,9 +78,15 @@ def find_snapshot(
         except ValueError:
             continue
         if "training" not in snapshot:
-            raise ValueError(f"{one} holds weights alone: nothing to go on from")
+            raise ValueError(
+                f"{one} holds weights alone: nothing to go on from; give --snapshot "
+                "another name"
+            )
         if model.config != config:
-            raise ValueError(f"{one} belongs to a model of {model.config}")
+            raise ValueError(
+                f"{one} belongs to a model of {model.config}; give --snapshot another "
+                "name"
+            )
         for option, value in snapshot["training"]["settings"].items():
             if value != settings[option]:
                 raise ValueError(

@@ -4,7 +4,7 @@ Run: torchrun --nproc-per-node=3 03_ddp_torchrun/sampler.py
 Needs: all_ranks.py beside it, and 2 ranks or more.
 Expect: the samples of each rank in order, shuffled, padded and cut off; then one
     validation loss found in three ways, of which one is right.
-Before: 03_ddp_torchrun/generate.py
+Before: 03_ddp_torchrun/speed.py
 Next: 03_ddp_torchrun/sync_batch_norm.py
 """
 

@@ -53,14 +53,19 @@ def lines_of_teams(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def errors_unseen(found: dict[str, Any]) -> list[float]:
+    """Return how far the predictions are off for teams that the fit has not seen."""
+    unseen = [row for row in found["rows"] if row["ranks"] > 2]
+    return [row["predicted_ms"] / row["ms"] - 1 for row in unseen]
+
+
 def judge_predictions(found: dict[str, Any], limit: float | None) -> str:
     """Hold the predictions against the teams that the fit has not seen.
 
     Raises:
         RuntimeError: one is further off than `limit`.
     """
-    unseen = [row for row in found["rows"] if row["ranks"] > 2]
-    off = [row["predicted_ms"] / row["ms"] - 1 for row in unseen]
+    off = errors_unseen(found)
     if not off:
         return "no team of more than 2 ranks to hold the prediction against"
     worst = max(off, key=abs)

@@ -146,7 +146,10 @@ def parse_args() -> argparse.Namespace:
     parser.error = refuse  # type: ignore[method-assign]
     args = parser.parse_args()
     if "RANK" not in os.environ or "LAB_HOST" not in os.environ:
-        refuse("start it in the laboratory: python lab.py -- slow_link.py")
+        refuse(
+            "start it in the laboratory: python 03_ddp_torchrun/lab.py -- "
+            "03_ddp_torchrun/slow_link.py"
+        )
     if min(args.samples, args.rounds, args.steps) < 1:
         refuse("--samples, --rounds and --steps must be 1 or more")
     try:

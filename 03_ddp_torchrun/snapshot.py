@@ -82,17 +82,24 @@ def load_snapshot(path: Path) -> tuple[GPT, dict[str, Any]]:
     return model, snapshot
 
 
-def check_destination(path: Path, config: GPTConfig) -> None:
-    """Find out before training whether a snapshot can be written to `path` after it.
-
-    Raises:
-        ValueError: the folder is missing or closed to us, or `path` holds something
-            that must not be overwritten: anything but a snapshot of this very model.
-    """
+def check_writable(path: Path) -> None:
+    """Find out whether a file can be written at `path` (ValueError if not)."""
     if not path.parent.is_dir():
         raise ValueError(f"--snapshot {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"--snapshot {path}: no permission to write in {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"--snapshot {path} is a folder; name a file in it")
+
+
+def check_destination(path: Path, config: GPTConfig) -> None:
+    """Find out before training whether a snapshot can be written to `path` after it.
+
+    Raises:
+        ValueError: `path` cannot be written, or holds something that must not be
+            overwritten: anything but a snapshot of this very model.
+    """
+    check_writable(path)
     if path.exists():
         try:
             model, _ = load_snapshot(path)

@@ -5,14 +5,13 @@ Needs: an idle core for every rank; anything else that runs spoils the figures.
 Expect: tables of tokens per second. "Alone" is the most that these ranks can do: they
     share the machine but wait for nobody. Then a `check:` that every way of running
     DDP gives the mean of the gradients that the ranks find alone.
-Before: 03_ddp_torchrun/train.py
-Next: 03_ddp_torchrun/README.md, "What the exchange costs".
+Before: 03_ddp_torchrun/generate.py
+Next: 03_ddp_torchrun/sampler.py, the first of the rules of DDP.
 """
 
-import argparse
 import os
+import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,6 +26,7 @@ import torch.distributed.nn
 from torch.nn.parallel import DistributedDataParallel
 
 from model import GPT, GPTConfig
+from options import OneLineParser, fail, positive_int
 
 LIMIT = "alone, no exchange"
 # The ranks wait for each other after every step, but send nothing: what waiting costs.
@@ -123,14 +123,14 @@ def measure(batch_size: int, threads: int, rounds: int, steps: int) -> float:
 
 def main() -> None:
     """Measure three settings, one after the other."""
-    parser = argparse.ArgumentParser(description="Time DDP against no exchange.")
-    parser.add_argument("--rounds", type=int, default=7, help="medians are over these")
-    parser.add_argument("--steps", type=int, default=4, help="steps in a round")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank in silence
+    parser = OneLineParser(description="Time DDP against no exchange.")
+    add = parser.add_argument
+    add("--rounds", type=positive_int, default=7, help="medians are over these")
+    add("--steps", type=positive_int, default=4, help="steps in a round")
     args = parser.parse_args()
-    if args.rounds < 1 or args.steps < 1:
-        parser.error("--rounds and --steps must be 1 or more")
     if "RANK" not in os.environ:
-        sys.exit("speed.py: start it with torchrun --nproc-per-node=2")
+        fail("start it with torchrun --nproc-per-node=2")
     dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     threads = torch.get_num_threads()
     settings = [(8, threads), (32, threads), (32, 2 * threads)]

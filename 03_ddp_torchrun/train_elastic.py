@@ -238,8 +238,9 @@ def main() -> None:
     if args.snapshot:
         progress.save(args.snapshot, loss_after)
         say(f"snapshot: {args.snapshot}")
-    inputs, labels = held_out.batch(range(min(2 * world_size, len(held_out))))
-    result = check_run(ddp_model, inputs.to(device), labels.to(device))
+    # Two samples for each rank, the same ones again where there are too few.
+    samples = held_out.batch([i % len(held_out) for i in range(2 * world_size)])
+    result = check_run(ddp_model, *(part.to(device) for part in samples))
     say(f"check: {result}")
     del ddp_model, forward  # DDP holds on to the group, which has to go last
     dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 Run: torchrun --nproc-per-node=2 03_ddp_torchrun/two_forwards.py
 Needs: all_ranks.py beside it, and 2 ranks or more.
-Expect: a table of ways to arrange forwards and backwards; under three settings of DDP,
+Expect: a table of ways to arrange forwards and backwards; under four settings of DDP,
     each gives the gradient of one process, another one in silence, or an error.
 Before: 03_ddp_torchrun/unused_parameters.py
 Next: 03_ddp_torchrun/accumulation.py

@@ -8,6 +8,7 @@ Before: 02_ddp_mp/train.py
 Next: 03_ddp_torchrun/train.py
 """
 
+import argparse
 import os
 import signal
 import sys
@@ -75,6 +76,9 @@ def check_places(places: list[dict[str, int]]) -> str:
 def main() -> None:
     """Gather the places of all ranks, draw them, check them."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parser = argparse.ArgumentParser(description="Draw which rank runs where.")
+    parser.error = refuse  # type: ignore[method-assign]
+    parser.parse_args()
     if "RANK" not in os.environ:
         refuse("start it with torchrun --nproc-per-node=2")
     # The numbers travel as a pickled object, so that gloo will do on any machine.

@@ -146,7 +146,7 @@ def main() -> None:
     parser.error = refuse  # type: ignore[method-assign]
     args = parser.parse_args()
     if "RANK" in os.environ:
-        refuse("starts its own ranks; start it with plain python")
+        refuse("start it with python, not torchrun: it starts its own processes")
     if not args.command or not Path(args.command[0]).is_file():
         refuse(
             f"expected a script to run, not {' '.join(args.command[:1]) or 'nothing'}"

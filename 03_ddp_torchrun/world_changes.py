@@ -6,13 +6,15 @@ Expect: two agents of torchrun train together, each with one rank, as two machin
     do; a third joins; one of the first is killed; the other two finish an epoch. Then a
     `check:` that the batch was the same throughout and each sample was seen once.
 Before: 03_ddp_torchrun/crashes.py
-Next: 03_ddp_torchrun/lab.py, machines that are really separate.
+Next: 03_ddp_torchrun/lab.py, hosts that only a network joins.
 """
 
 import contextlib
 import os
 import queue
 import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from options import OneLineParser
+from options import OneLineParser, fail
 
 PATIENCE = 180.0  # seconds for the next thing to happen
 
@@ -42,6 +44,11 @@ def agent_command(port: int, is_host: bool, words: list[str]) -> list[str]:
     ]
 
 
+def end_with_me(kind: str) -> list[str]:
+    """Return words in front of a command that end it if this process is killed."""
+    return ["setpriv", f"--pdeathsig={kind}"] if shutil.which("setpriv") else []
+
+
 class Agents:
     """Some agents, and what their ranks say."""
 
@@ -58,7 +65,10 @@ class Agents:
         """Start one agent; the first one holds the meeting point."""
         with open(self.log, "a") as log:
             agent = subprocess.Popen(
-                agent_command(self.port, not self.running, self.words),
+                [
+                    *end_with_me("KILL"),
+                    *agent_command(self.port, not self.running, self.words),
+                ],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -137,6 +147,10 @@ def judge_worlds(lines: list[str]) -> str:
 def main() -> None:
     """Two ranks, then three, then two again."""
     OneLineParser(description="Let ranks join and leave a run.").parse_args()
+    if "RANK" in os.environ:
+        fail("start it with python, not torchrun: it starts its own processes")
+    # Ctrl-C becomes an exit, so that what was started is ended first.
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # By default torch 2.13's agents let their ranks use a store that they keep from one
     # meeting to the next. Those who met before do not announce it again: an agent that

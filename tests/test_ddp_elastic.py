@@ -210,7 +210,7 @@ def run_alone(words: list[str], killed: tuple[str, int] | None = None) -> None:
         train.main()
 
 
-def test_run_killed_at_any_moment_of_a_write_ends_with_the_same_weights(
+def test_run_killed_in_mid_write_ends_with_the_same_weights(
     text: Path, tmp_path: Path
 ) -> None:
     assert in_child(run_alone, words_for(text, tmp_path / "calm.pt", 8, 1)) == 0
@@ -433,6 +433,8 @@ def test_snapshot_that_cannot_be_gone_on_from(text: Path, tmp_path: Path) -> Non
     assert "holds weights alone: nothing to go on from" in complaint(words)
     path.unlink()
     assert "there is no folder" in complaint([*TINY, "--snapshot=missing/gpt.pt"])
+    folder = complaint([*TINY, f"--snapshot={tmp_path}"])
+    assert folder.endswith(f"--snapshot {tmp_path} is a folder; name a file in it")
     assert "dropout is a share below 1, not 1.0" in complaint(["--dropout=1"])
     assert "--snapshot-every: '0' is not a" in complaint(["--snapshot-every=0"])
 
@@ -499,6 +501,21 @@ def test_middle_of_a_run_writes_text_and_has_no_loss_to_compare(
 
 
 # --- The scripts that kill it. ----------
+
+
+@pytest.mark.parametrize("name", ["crashes", "world_changes"])
+def test_what_starts_ranks_refuses_to_be_one(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as stopped:
+        module(name).main()
+    assert stopped.value.code == 2
+    said = (
+        f"{name}.py: start it with python, not torchrun: it starts its own processes\n"
+    )
+    assert capsys.readouterr().err == said
 
 
 def test_crashes_py_counts_what_differs(text: Path, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def gradient_alone(sizes: list[list[int]]) -> torch.Tensor:
         ("forget_to_divide", 1, 3),
     ],
 )
-def test_no_sync_saves_exchanges_only_around_the_forward_pass_too(
+def test_no_sync_saves_only_around_the_forward_pass_too(
     worker_pool: WorkerPool, world_size: int, way: str, exchanges: int, times: int
 ) -> None:
     sizes = [[5, 5, 5]] * world_size
@@ -185,7 +185,7 @@ def uneven_results() -> tuple[list[str], list[str], list[str]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_join_equals_one_process_but_leaves_the_optimizers_apart(
+def test_join_equals_one_process_but_not_the_optimizers(
     worker_pool: WorkerPool, world_size: int
 ) -> None:
     results = worker_pool.run(uneven_results, world_size=world_size)
@@ -237,7 +237,7 @@ def initial_results() -> tuple[dict[str, int], dict[str, float], Any, Any]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_weights_are_copied_once_and_buffers_before_most_forward_passes(
+def test_weights_are_copied_once_and_buffers_often(
     worker_pool: WorkerPool, world_size: int
 ) -> None:
     results = worker_pool.run(initial_results, world_size=world_size)
@@ -343,7 +343,7 @@ def crossing_results() -> tuple[float, list[float], float, float]:
     return crossed, gradient, rank_zero.validate_together(model, CPU), right
 
 
-def test_validation_on_rank_zero_mixes_with_the_others_gradients(
+def test_validation_on_rank_zero_mixes_with_gradients(
     worker_pool: WorkerPool,
 ) -> None:
     results = worker_pool.run(crossing_results)
@@ -369,7 +369,7 @@ def test_barrier_stands_between_writing_and_reading(
     assert results == [(False, True)] * 3
 
 
-def test_ddp_and_the_debug_level_detail_do_not_go_together_on_gloo() -> None:
+def test_ddp_dies_at_the_debug_level_detail_on_gloo() -> None:
     # As long as this holds, the README sends its readers to monitored_barrier.
     program = (
         "import torch.distributed as dist, torch\n"

@@ -466,7 +466,7 @@ def scale_after_two_forwards(forward_sync_buffers: bool) -> tuple[float, float, 
     return before, scale[0].item(), scale._version - version
 
 
-def test_a_second_forward_overwrites_buffers_and_autograd_does_not_see_it(
+def test_a_second_forward_overwrites_buffers_unseen(
     worker_pool: WorkerPool,
 ) -> None:
     (zero, zero_later, _), (one, one_later, writes) = worker_pool.run(

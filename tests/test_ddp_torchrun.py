@@ -252,6 +252,17 @@ def test_one_process_with_the_joint_batch_takes_the_same_steps(
         assert float(loss_of_one) == pytest.approx(float(loss_of_two), abs=1.1e-3)
 
 
+def test_held_out_text_may_be_too_short_to_share(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    (tmp_path / "short.txt").write_text("a short text\n" * 85)
+    words = [*TINY, "--batch-size=4", "--max-steps=2", f"--text={tmp_path}"]
+    # 56 bytes of it are held out: three windows of 16, for four ranks.
+    results = worker_pool.run(run_main, words, world_size=4)
+    assert len(results) == 4
+    assert "check: 0 weights differ on 4 rank(s)" in results[0][0]
+
+
 def test_printed_loss_is_the_mean_over_ranks(
     worker_pool: WorkerPool, text: Path
 ) -> None:
@@ -536,6 +547,7 @@ def complaint(words: list[str], environment: dict[str, str] | None = None) -> st
         (["--heads=3"], "width 128 does not divide by 3 heads; try --width 126"),
         (["--text=no such file"], "--text no such file: no such file or folder"),
         (["--snapshot=missing/gpt.pt"], "there is no folder missing"),
+        (["--snapshot=."], "--snapshot . is a folder; name a file in it"),
         (["--samples=31"], "takes 32 samples, an epoch has 31: use fewer ranks"),
     ],
 )
@@ -613,7 +625,7 @@ def test_options_that_cannot_work_here() -> None:
 
 def test_generate_refuses_what_it_cannot_read(tmp_path: Path) -> None:
     missing = python(GENERATE, "--snapshot", tmp_path / "gpt.pt", timeout=60)
-    assert missing.returncode == 1
+    assert missing.returncode == 2
     assert missing.output.startswith(f"generate.py: no snapshot at {tmp_path}/gpt.pt")
     assert missing.output.count("\n") == 1
 

@@ -28,15 +28,6 @@ GRADIENT_BYTES = 443_648 * 4
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
-@pytest.fixture(scope="module")
-def laboratory() -> None:
-    """Skip what needs network namespaces where there can be none."""
-    try:
-        load_chapter("03_ddp_torchrun")["network"].own_world()
-    except OSError as error:
-        pytest.skip(f"no laboratory here: {error}")
-
-
 def lab(*words: Any, **options: Any) -> Result:
     """Run lab.py to its end."""
     return python(LAB, *words, **options)
@@ -48,7 +39,7 @@ def lab(*words: Any, **options: Any) -> Result:
 def agents(*each: list[str], script: Path = TRAIN) -> list[Result]:
     """Run several torchruns at once, each with options of its own, to their ends."""
     with ThreadPoolExecutor(len(each)) as pool:
-        words = [[*TORCHRUN, "--nproc-per-node=1", *one, script] for one in each]
+        words = [[*TORCHRUN, "--nproc-per-node=1", *one, script, *TINY] for one in each]
         return list(pool.map(lambda one: run(one, timeout=180), words))
 
 
@@ -232,22 +223,25 @@ def test_two_labs_have_the_same_addresses_and_never_meet(laboratory: None) -> No
         assert "host0 | check: 10.0.0.2 has reached us" in result.stdout
 
 
-def test_names_that_nobody_can_resolve(laboratory: None) -> None:
+def test_names_that_nobody_can_resolve(laboratory: None, tmp_path: Path) -> None:
     # As on hosts without DNS. With names, neither option is needed: the third case.
     common = "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d"
     common += " --rdzv-endpoint=10.0.0.1:4000"
     rename = "hostname box$LAB_HOST; "
-    cases = {
-        "no is_host": f"{rename} {common} --local-addr=10.0.0.$((LAB_HOST + 1)) ",
-        "no local-addr": f"{rename} exec timeout 20 {common} "
-        "--rdzv-conf=is_host=$((1 - LAB_HOST)) ",
-        "names": f"{common} ",
-        "wrong interface": f"GLOO_SOCKET_IFNAME=eth9 {common} ",
-    }
     tail = f"'{TRAIN}' {' '.join(TINY)}"
+    # Both would wait for ever; both end once one of them has complained.
+    find = f"grep -h 'box0.*retrieved' '{tmp_path}'/*"
+    cases = {
+        "no is_host": f"{rename} {common} --local-addr=10.0.0.$((LAB_HOST + 1)) {tail}",
+        "no local-addr": f"{rename} {common} --rdzv-conf=is_host=$((1 - LAB_HOST)) "
+        f"{tail} > '{tmp_path}'/$LAB_HOST 2>&1 & "
+        f"for _ in $(seq 90); do sleep 1; {find} && exit 1; done",
+        "names": f"{common} {tail}",
+        "wrong interface": f"GLOO_SOCKET_IFNAME=eth9 {common} {tail}",
+    }
     with ThreadPoolExecutor(len(cases)) as pool:
         started = [
-            pool.submit(lab, "--", "sh", "-c", words + tail, timeout=180)
+            pool.submit(lab, "--", "sh", "-c", words, timeout=180)
             for words in cases.values()
         ]
     results = {name: one.result() for name, one in zip(cases, started, strict=True)}
@@ -338,6 +332,8 @@ def test_slurm_script_starts_one_agent_on_each_node(tmp_path: Path) -> None:
         ("lab", ["--cut-host=2", "--", "x"], "--cut-host must be 0 to 1, not 2"),
         ("lab", ["--", "no.py"], "there is no script no.py"),
         ("lab", [], "the following arguments are required: command"),
+        ("lab", [str(TRAIN), "--max-steps=2"], "for the hosts stands after --"),
+        ("lab", ["--mend-after=-1", "--", "x"], "--mend-after 0 or more"),
         ("slow_link", [], "start it in the laboratory"),
         ("with_etcd", ["no.py"], "expected a script to run, not no.py"),
         ("with_etcd", ["--agents=9", str(TRAIN)], "--agents must be 1 to 4, not 9"),
@@ -346,6 +342,8 @@ def test_slurm_script_starts_one_agent_on_each_node(tmp_path: Path) -> None:
         ("can_reach", ["localhost"], "expected HOST:PORT, not 'localhost'"),
         ("can_reach", ["localhost:99999"], "expected HOST:PORT, not 'localhost:99999'"),
         ("can_reach", ["--listen=-1"], "--listen must be 0 to 65535, not -1"),
+        ("can_reach", ["a..b:4000"], "no address is known for a..b"),
+        ("can_reach", ["--listen=0", "--seconds=0"], "--seconds must be above 0"),
         (
             "can_reach",
             ["--listen=0", "--seconds=0.5"],

@@ -17,15 +17,6 @@ from worker_pool import WorkerPool
 CHAPTER = "03_ddp_torchrun"
 
 
-@pytest.fixture(scope="module")
-def laboratory() -> None:
-    """Skip what needs network namespaces where there can be none."""
-    try:
-        module("network").own_world()
-    except OSError as error:
-        pytest.skip(f"no laboratory here: {error}")
-
-
 def module(name: str) -> ModuleType:
     return load_chapter(CHAPTER)[name]
 
