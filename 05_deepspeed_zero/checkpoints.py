@@ -5,13 +5,15 @@ Needs: requirements.txt. It takes a GPU for every rank if there is one.
 Expect: losses that go on after a restart as if nothing had happened, and one file that
     transformers alone can read; `--resume` with another number of ranks goes on too.
 Before: 05_deepspeed_zero/losses.py
-Next: 05_deepspeed_zero/README.md
+Next: 05_deepspeed_zero/same_result.py
 """
 
+import argparse
 import contextlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,9 +30,9 @@ from start import (
     find_place,
     join_group,
     leave_group,
+    positive_int,
     print_once,
     refuse,
-    stage_parser,
 )
 
 BLOCK_SIZE = 64
@@ -72,7 +74,7 @@ def train_steps(
     return losses
 
 
-def what_is_wrong(folder: Path) -> str:
+def what_is_wrong(folder: Path, stage: int) -> str:
     """Compare the shards with the record, before any rank opens one; '' if all is well.
 
     DeepSpeed reads a shard with pickle, which runs code: only load what you trust.
@@ -81,6 +83,13 @@ def what_is_wrong(folder: Path) -> str:
         record = json.loads((folder / RECORD).read_text())
     except (OSError, ValueError):
         return f"no checkpoint in {folder}; without --resume this script writes one"
+    # Stages 1 and 2 read each other's shards, and stage 3 its own. DeepSpeed 0.19 has
+    # no way from one to the other that keeps Adam's states.
+    if (record["stage"] == 3) != (stage == 3):
+        return (
+            f"the shards in {folder} are of stage {record['stage']}, which stage "
+            f"{stage} cannot read; the weights alone are in {folder / 'whole'}"
+        )
     for name, expected in record["files"].items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else 0
@@ -109,6 +118,10 @@ def save_and_resume(
 ) -> str:
     """Save half-way, train on; then do the second half again from the file."""
     half = steps // 2
+    if dist.get_rank() == 0:
+        # The shards of other ranks, from an earlier run, would lie among the new ones.
+        shutil.rmtree(folder / "half", ignore_errors=True)
+    dist.barrier()
     engine = new_engine(stage, device)
     train_steps(engine, tokens, range(half), device)
     # Every rank must call this: each writes its own shard.
@@ -118,12 +131,8 @@ def save_and_resume(
     if dist.get_rank() == 0:
         paths = sorted((folder / "half").iterdir())
         files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
-        record = {
-            "ranks": dist.get_world_size(),
-            "stage": stage,
-            "steps": [half, steps],
-        }
-        record |= {"losses": unbroken, "files": files}
+        record: dict[str, Any] = {"ranks": dist.get_world_size(), "stage": stage}
+        record |= {"steps": [half, steps], "losses": unbroken, "files": files}
         (folder / RECORD).write_text(json.dumps(record, indent=1))
         for name, number in files.items():
             print_once(f"{number:9,} bytes in {name}")
@@ -159,63 +168,67 @@ def consolidate(folder: Path, tokens: torch.Tensor, expected: float, step: int) 
     return f"joined weights in transformers alone, loss {apart:.0e} apart"
 
 
+def go_on(
+    folder: Path,
+    record: dict[str, Any],
+    stage: int,
+    tokens: torch.Tensor,
+    device: torch.device,
+) -> str:
+    """Do the second half again, from shards that other ranks may have saved."""
+    ranks = dist.get_world_size()
+    # With as many ranks as before, each finds its own shard.
+    fits = ranks == record["ranks"]
+    tag = "half" if fits else to_universal(folder)
+    engine = new_engine(stage, device, universal=not fits)
+    engine.load_checkpoint(str(folder), tag=tag)
+    unbroken = record["losses"]
+    losses = train_steps(engine, tokens, range(*record["steps"]), device)
+    engine.destroy()
+    print_once(f"saved on {record['ranks']} rank(s) in stage {record['stage']}")
+    print_once(f"goes on with {ranks} rank(s) in stage {stage}, from '{tag}'")
+    print_once("without a break " + " ".join(f"{loss:.4f}" for loss in unbroken))
+    print_once("goes on with    " + " ".join(f"{loss:.4f}" for loss in losses))
+    apart = max(abs(a - b) for a, b in zip(losses, unbroken, strict=True))
+    if not apart < LIMIT:
+        raise RuntimeError(f"the losses are {apart} apart (limit {LIMIT})")
+    return f"{len(losses)} losses, at most {apart:.0e} apart"
+
+
 def main() -> None:
     """Save and resume, or go on from what another run has saved."""
-    parser = stage_parser("Save a model in shards and read them again.")
-    parser.add_argument("--folder", type=Path, required=True, help="for the shards")
-    parser.add_argument(
-        "--stage", type=int, choices=(1, 2, 3), default=1, help="ZeRO's"
-    )
-    parser.add_argument("--resume", action="store_true", help="go on from the folder")
+    parser = argparse.ArgumentParser(description="Save a model in shards, read them.")
+    parser.error = refuse  # type: ignore[method-assign]
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, help="for the shards")
+    add("--stage", type=int, choices=(1, 2, 3), default=1, help="ZeRO's")
+    add("--steps", type=positive_int, default=10, help="2 or more, saved half-way")
+    add("--resume", action="store_true", help="go on from the folder")
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.model or args.text or args.fused or args.steps < 2:
-        refuse("takes --folder, --stage, --resume, and --steps of 2 or more")
+    if args.steps < 2:
+        refuse("--steps must be 2 or more")
     device, _ = find_place()
-    if args.resume and (problem := what_is_wrong(args.folder)):
+    if args.resume and (problem := what_is_wrong(args.folder, args.stage)):
         refuse(problem)
-    ranks, record = int(os.environ["WORLD_SIZE"]), {}
-    if SAMPLES % ranks:
+    if SAMPLES % (ranks := int(os.environ["WORLD_SIZE"])):
         refuse(f"{SAMPLES} samples cannot be shared out evenly to {ranks} ranks")
-    if args.resume:
-        record = json.loads((args.folder / RECORD).read_text())
-        # Stages 1 and 2 read each other's shards. DeepSpeed 0.19 has no way from them
-        # to stage 3 or back that keeps Adam's states.
-        if (record["stage"] == 3) != (args.stage == 3):
-            refuse(
-                f"{args.folder} was saved in stage {record['stage']}, which stage "
-                f"{args.stage} cannot read; the weights alone are in "
-                f"{args.folder / 'whole'}"
-            )
+    try:
+        args.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"--folder {args.folder}: {error.strerror}")
     tokens = to_tokens(read_text(None), None, BLOCK_SIZE)
     join_group(device)
     if args.resume:
-        # With as many ranks as before, each finds its own shard.
-        fits = ranks == record["ranks"]
-        tag = "half" if fits else to_universal(args.folder)
-        engine = new_engine(args.stage, device, universal=not fits)
-        engine.load_checkpoint(str(args.folder), tag=tag)
-        losses = train_steps(engine, tokens, range(*record["steps"]), device)
-        print_once(f"saved on {record['ranks']} rank(s) in stage {record['stage']}")
-        print_once(f"goes on with {ranks} rank(s) in stage {args.stage}, from '{tag}'")
-        print_once(
-            "without a break " + " ".join(f"{loss:.4f}" for loss in record["losses"])
-        )
-        print_once("goes on with    " + " ".join(f"{loss:.4f}" for loss in losses))
-        pairs = zip(losses, record["losses"], strict=True)
-        apart = max(abs(one - other) for one, other in pairs)
-        if not apart < LIMIT:
-            raise RuntimeError(f"the losses are {apart} apart (limit {LIMIT})")
-        print_once(f"check: {len(losses)} losses, at most {apart:.0e} apart")
+        record = json.loads((args.folder / RECORD).read_text())
+        result = go_on(args.folder, record, args.stage, tokens, device)
     else:
-        args.folder.mkdir(parents=True, exist_ok=True)
         result = save_and_resume(args.folder, args.stage, tokens, args.steps, device)
         if dist.get_rank() == 0:
             record = json.loads((args.folder / RECORD).read_text())
-            first = record["losses"][0]
-            result += "\ncheck: " + consolidate(
-                args.folder, tokens, first, args.steps // 2
-            )
-        print_once(f"check: {result}")
+            loss, step = record["losses"][0], record["steps"][0]
+            result += f"\ncheck: {consolidate(args.folder, tokens, loss, step)}"
+    print_once(f"check: {result}")
     leave_group()
 
 

@@ -82,10 +82,11 @@ def main() -> None:
     args = parser.parse_args()
     if not args.out.is_dir():
         sys.exit(f"draw_held.py: there is no folder {args.out}")
-    if not args.numbers.is_file():
-        sys.exit(f"draw_held.py: there is no file {args.numbers}")
-    numbers = json.loads(args.numbers.read_text())
-    figure, bars, worst = draw_bars(numbers)
+    try:
+        numbers = json.loads(args.numbers.read_text())
+        figure, bars, worst = draw_bars(numbers)
+    except (OSError, ValueError, KeyError):
+        sys.exit(f"draw_held.py: {args.numbers} is no file that held.py --json wrote")
     if worst > 0.05:
         raise RuntimeError(f"a bar is {worst:.0%} away from the formula")
     figure.savefig(args.out / "05_held.png", metadata={})

@@ -49,7 +49,8 @@ def draw_curves(losses: dict[str, list[float]], ranks: int) -> plt.Figure:
             right.plot(steps, [max(x, 1e-8) for x in apart[name]], **style)
     left.set_title(f"{len(losses)} curves, {ranks} ranks")
     left.set_ylabel("mean loss over the ranks, nats per byte")
-    left.legend(fontsize=7)
+    for line in left.legend(fontsize=7).get_lines():
+        line.set_linewidth(2)  # and not as wide as the curve
     right.set_yscale("log")
     right.set_ylim(5e-9, 1e1)
     right.axhline(1.2e-7 * 4, color="#888888", linestyle="--", linewidth=1)
@@ -67,17 +68,17 @@ def main() -> None:
     """Read the file, draw it, and say how far apart the curves are."""
     parser = argparse.ArgumentParser(description="Draw the measured losses.")
     source, picture = ASSETS / "05_losses.json", ASSETS / "05_losses.png"
-    parser.add_argument("--losses", type=Path, default=source, help="JSON to read")
+    parser.add_argument("--numbers", type=Path, default=source, help="JSON to read")
     parser.add_argument("--out", type=Path, default=picture, help="PNG file to write")
     args = parser.parse_args()
     if not args.out.parent.is_dir():
         sys.exit(f"draw_losses.py: there is no folder {args.out.parent}")
     try:
-        record = json.loads(args.losses.read_text())
+        record = json.loads(args.numbers.read_text())
         losses, ranks = record["losses"], record["ranks"]
     except (OSError, ValueError, KeyError):
         sys.exit(
-            f"draw_losses.py: {args.losses} is no file that losses.py --save wrote"
+            f"draw_losses.py: {args.numbers} is no file that losses.py --save wrote"
         )
     largest = max(max(curve) for curve in differences(losses).values())
     draw_curves(losses, ranks).savefig(args.out, metadata={})

@@ -4,7 +4,7 @@ Run: python 05_deepspeed_zero/draw_same_result.py
 Needs: matplotlib, and assets/05_same_result.json, which same_result.py writes.
 Expect: assets/05_same_result.png, and a `check:` of the largest distance in the file.
 Before: 05_deepspeed_zero/same_result.py
-Next: 05_deepspeed_zero/checkpoints.py
+Next: 05_deepspeed_zero/README.md, on what the picture shows.
 """
 
 import argparse

@@ -116,9 +116,8 @@ def return_freed_memory() -> bool:
     library = ctypes.CDLL(None)
     if not hasattr(library, "malloc_trim"):
         return False
-    library.mallopt(
-        -3, 1 << 16
-    )  # M_MMAP_THRESHOLD: from 64 KB on, a mapping of its own
+    # M_MMAP_THRESHOLD: from 64 KB on, what is asked for gets a mapping of its own.
+    library.mallopt(-3, 1 << 16)
     library.malloc_trim(0)
     return True
 

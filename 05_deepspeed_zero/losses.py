@@ -4,10 +4,11 @@ Run: torchrun --nproc-per-node=2 05_deepspeed_zero/losses.py
 Needs: requirements.txt. It takes a GPU for every rank if there is one.
 Expect: ten rows, five ways of training with one and with two micro-batches a step, and
     the same losses in all of them; a `check:` of the largest difference.
-Before: 05_deepspeed_zero/stage_3.py
+Before: 05_deepspeed_zero/will_it_fit.py
 Next: 05_deepspeed_zero/draw_losses.py
 """
 
+import argparse
 import contextlib
 import json
 from pathlib import Path
@@ -25,9 +26,9 @@ from start import (
     find_place,
     join_group,
     leave_group,
+    positive_int,
     print_once,
     refuse,
-    stage_parser,
 )
 
 BLOCK_SIZE = 64
@@ -76,7 +77,6 @@ def train_with_zero(
     steps: int,
     grad_accum_steps: int,
     device: torch.device,
-    fused: bool = False,
 ) -> list[float]:
     """Train with a stage of ZeRO; return the mean loss over all ranks of each step."""
     config: dict[str, Any] = {
@@ -86,7 +86,7 @@ def train_with_zero(
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": stage},
     }
-    choose_parts(config, device, fused)
+    choose_parts(config, device, fused=False)
     import deepspeed
 
     model = small_model()
@@ -111,11 +111,14 @@ def train_with_zero(
 
 def main() -> None:
     """Train in all ways, in one process group, and compare with the first."""
-    parser = stage_parser("Compare the losses of DDP and of all stages of ZeRO.")
-    parser.add_argument("--save", type=Path, help="write the losses to this JSON file")
+    parser = argparse.ArgumentParser(description="Compare DDP and all stages of ZeRO.")
+    parser.error = refuse  # type: ignore[method-assign]
+    add = parser.add_argument
+    add("--steps", type=positive_int, default=10, help="optimizer steps")
+    add("--text", type=Path, help="a text file of your own")
+    add("--save", type=Path, help="write the losses to this JSON file")
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.model or args.fused:
-        refuse("--model and --fused are for the stage scripts")
     device, reason = find_place()
     try:
         tokens = to_tokens(read_text(args.text), None, BLOCK_SIZE)

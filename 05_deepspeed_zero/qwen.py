@@ -1,6 +1,7 @@
 """Qwen2's architecture from transformers: small and fresh, or a real checkpoint."""
 
 import argparse
+import logging
 import os
 from typing import Any, NoReturn
 
@@ -117,6 +118,8 @@ def load_checkpoint(
     def give_up(what: str, error: Exception) -> NoReturn:
         raise ValueError(f"--model {source}: {what}") from error
 
+    # It would tell of every attempt to reach a hub that cannot be reached.
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     # A name on the hub has one slash at most, and does not begin with it.
     is_path = source.startswith((".", os.sep)) or source.count(os.sep) > 1
     if is_path and not os.path.isdir(source):

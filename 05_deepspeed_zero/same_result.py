@@ -5,7 +5,7 @@ Needs: requirements.txt. It takes an accelerator for each of four ranks, else th
 Expect: a row for each way as soon as it is there: the last loss, the largest difference
     of a loss and of a weight from one process, the seconds, the bytes that a rank sends
     in a step and those it holds. Then a mistake that is found, a picture, a `check:`.
-Before: 05_deepspeed_zero/losses.py
+Before: 05_deepspeed_zero/checkpoints.py
 Next: 05_deepspeed_zero/draw_same_result.py
 """
 

@@ -29,7 +29,12 @@ from start import (
     print_once,
     refuse,
 )
-from traffic import CollectiveCounter, tcp_bytes_sent
+from traffic import (
+    CollectiveCounter,
+    tcp_bytes_sent,
+    times_sent,
+    times_sent_by_gloo,
+)
 
 # Each stage as it comes, and two of them with the setting that sends less.
 TO_OWNER = {"use_multi_rank_bucket_allreduce": False}
@@ -47,24 +52,6 @@ SHORT_NAMES = {
     "reduce_scatter_tensor": "reduce_scatter",
 }
 TCP_LIMIT = 0.05  # gloo adds a few bytes to each message, and cuts small ones unevenly
-
-
-def times_sent(call: str) -> int:
-    """Return how often a rank has to send a message, where (n - 1) / n counts as once.
-
-    An all-gather brings every rank the n - 1 shares that it does not have. A
-    reduce-scatter is the same backwards, and an all-reduce is both. For a reduce, all
-    ranks but one pass the whole message on.
-    """
-    return 2 if call == "all_reduce" else 1
-
-
-def times_sent_by_gloo(call: str, world_size: int) -> float:
-    """Return how often gloo sends it, as measured: two calls do more than they must."""
-    if call == "reduce_scatter":
-        return 2  # an all-reduce, of which each rank keeps its share
-    # A reduce-scatter, after which all but one send their sums to that one.
-    return 1 + 1 / world_size if call == "reduce" else times_sent(call)
 
 
 def logged_calls(world_size: int) -> dict[str, tuple[int, int]]:

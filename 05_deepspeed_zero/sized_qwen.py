@@ -8,9 +8,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
 from paper import PRECISIONS, bytes_for_each
 
-BLOCK_SIZE = (
-    64  # tokens in the one sample of a step: what is counted is not activations
-)
+# Tokens in the one sample of a step: few, since activations are not what is counted.
+BLOCK_SIZE = 64
 
 
 def sized_config(width: int, layers: int) -> Qwen2Config:

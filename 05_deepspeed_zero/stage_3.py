@@ -5,7 +5,7 @@ Needs: requirements.txt. It takes a GPU for every rank if there is one.
 Expect: each rank's optimizer counts half of the parameters, divided tensor by tensor;
     the loss falls as before; a `check:` that one process comes to the same weights.
 Before: 05_deepspeed_zero/stage_2.py
-Next: 05_deepspeed_zero/losses.py
+Next: 05_deepspeed_zero/held.py
 """
 
 import copy

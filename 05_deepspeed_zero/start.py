@@ -40,7 +40,7 @@ def positive_int(text: str) -> int:
 
 
 def stage_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser with the options that every script of this chapter takes."""
+    """Return a parser with the options that the four stage scripts take."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

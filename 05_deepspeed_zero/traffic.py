@@ -1,4 +1,4 @@
-"""Two counts of what a rank sends that know nothing of DeepSpeed."""
+"""What a rank sends: two counts that know nothing of DeepSpeed, and what is due."""
 
 import os
 import socket
@@ -51,6 +51,24 @@ class CollectiveCounter(TorchDispatchMode):
             count = sum(one.numel() * one.element_size() for one in tensors)
             self.calls.setdefault(known, []).append(count)
         return func(*args, **(kwargs or {}))
+
+
+def times_sent(call: str) -> int:
+    """Return how often a rank has to send a message, where (n - 1) / n counts as once.
+
+    An all-gather brings every rank the n - 1 shares that it does not have. A
+    reduce-scatter is the same backwards, and an all-reduce is both. For a reduce, all
+    ranks but one pass the whole message on.
+    """
+    return 2 if call == "all_reduce" else 1
+
+
+def times_sent_by_gloo(call: str, world_size: int) -> float:
+    """Return how often gloo sends it, as measured: two calls do more than they must."""
+    if call == "reduce_scatter":
+        return 2  # an all-reduce, of which each rank keeps its share
+    # A reduce-scatter, after which all but one send their sums to that one.
+    return 1 + 1 / world_size if call == "reduce" else times_sent(call)
 
 
 def flat_tensors(nested: Any) -> list[torch.Tensor]:

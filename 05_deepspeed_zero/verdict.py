@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from paper import KINDS, bytes_for_each, bytes_held, values_added
+from traffic import times_sent_by_gloo
 from ways import EPS, USUAL_EPS, Run
 
 ALONE, BY_HAND, TWIN = "one process", "averaged by hand", "torchrun, DDP"
@@ -55,24 +56,6 @@ def is_same_run(run: Run, other: Run) -> bool:
     """Tell whether all losses and the last bit of all weights are equal."""
     bits = [one.weights.view(torch.int32) for one in (run, other)]
     return torch.equal(*bits) and run.losses == other.losses
-
-
-def times_sent(call: str) -> int:
-    """Return how often a rank has to send a message, where (n - 1) / n counts as once.
-
-    An all-gather brings every rank the n - 1 shares that it does not have. A
-    reduce-scatter is the same backwards, and an all-reduce is both. For a reduce, all
-    ranks but one pass the whole message on.
-    """
-    return 2 if call == "all_reduce" else 1
-
-
-def times_sent_by_gloo(call: str, world_size: int) -> float:
-    """Return how often gloo sends it, as measured: two calls do more than they must."""
-    if call == "reduce_scatter":
-        return 2  # an all-reduce, of which each rank keeps its share
-    # A reduce-scatter, after which all but one send their sums to that one.
-    return 1 + 1 / world_size if call == "reduce" else times_sent(call)
 
 
 def bytes_by_gloo(run: Run, ranks: int) -> float:

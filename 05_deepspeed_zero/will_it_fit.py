@@ -7,7 +7,7 @@ Expect: for each stage, gigabytes by kind on one rank, and on how many ranks the
     fits into --memory; a `check:` that the shares of all ranks make up the model.
     Parameters, gradients and states are exact, activations an estimate.
 Before: 05_deepspeed_zero/offload.py; held.py measures what this works out.
-Next: 05_deepspeed_zero/README.md
+Next: 05_deepspeed_zero/losses.py
 """
 
 import argparse
@@ -169,7 +169,7 @@ def breakdown(job: Job, world_size: int, memory: float) -> list[str]:
         row = "".join(f"{number / 1e9:8.2f}" for number in numbers)
         lines.append(f"{stage:5}{count:>15,}{row}")
     found = [(stage, fewest_ranks(job, stage, memory)) for stage in range(4)]
-    fits = ", ".join(f"stage {stage} {ranks or 'never'}" for stage, ranks in found)
+    fits = ", ".join(f"stage {stage}: {ranks or 'never'}" for stage, ranks in found)
     return [*lines, f"ranks it takes to stay below {memory / 1e9:g} GB: {fits}"]
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.cpp_extension import get_default_build_root
 
-from launch import ROOT, deepspeed, torchrun
+from launch import ROOT, Result, deepspeed, torchrun
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -280,6 +280,11 @@ def test_estimate_of_activations_is_near_what_autograd_keeps(precision: str) -> 
             ["--disk=no/x"],
             "offload.py: --disk no/x: there is no such folder",
         ),
+        (
+            "offload",
+            ["--precision=bf16"],
+            "offload.py: --precision=bf16 needs --disk=FOLDER, for the weights",
+        ),
         ("sent", [], "sent.py: one rank sends nothing; deepspeed --num_gpus=2 starts"),
         (
             "sent",
@@ -327,7 +332,8 @@ OFFLOADED = {  # as from a rank with a share of 1000 values, on a CPU
     name: {
         "losses": [2.0, 1.0],
         "states": 12_000 if place == "memory" else 4,
-        "share": 1000,
+        "weights": 4000,
+        "shares": [600, 400],
         "places": {"cpu": 20_000, "disk": 12_000 if place == "disk" else 0},
     }
     for name, place in {"nothing": "memory", "states to disk": "disk"}.items()
@@ -349,6 +355,35 @@ def test_offload_notices(key: str, value: Any, fault: str) -> None:
     broken = {**OFFLOADED["states to disk"], key: value}
     [found] = find_misplaced({**OFFLOADED, "states to disk": broken}, cpu)
     assert found.startswith(fault)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fault"),
+    [
+        ("weights", 2_000_000, "weights to disk: 1,200,000 bytes there and 0 fewer in"),
+        (
+            "places",
+            {"cpu": 1, "disk": 0},
+            "weights to disk: 0 bytes there and 1,199,998",
+        ),
+        (
+            "shares",
+            [1000],
+            "weights to disk: 1,200,000 bytes there and 1,199,998 fewer",
+        ),
+        ("states", 4, "weights to disk: 4 bytes of states in memory, of 12,000,000"),
+    ],
+)
+def test_offload_notices_weights_that_stay(key: str, value: Any, fault: str) -> None:
+    find_misplaced, cpu = module("offload").find_misplaced, torch.device("cpu")
+    # 600,000 values of two bytes are written, and 400,000 are too few.
+    plain = {"losses": [2.0, 1.0], "states": 12_000_000, "weights": 2_000_000}
+    plain |= {"shares": [600_000, 400_000], "places": {"cpu": 1, "disk": 0}}
+    moved = {**plain, "weights": 800_002, "places": {"cpu": 1, "disk": 1_200_000}}
+    assert find_misplaced({"nothing": plain, "weights to disk": moved}, cpu) == []
+    broken = {**moved, key: value}
+    faults = find_misplaced({"nothing": plain, "weights to disk": broken}, cpu)
+    assert faults and faults[0].startswith(fault)
 
 
 def test_offload_notices_what_has_stayed_on_the_device() -> None:
@@ -392,8 +427,16 @@ def is_async_io_compiled() -> bool:
     return any(headers in (path / "build.ninja").read_text() for path in folders)
 
 
+def rows_of(result: Result) -> tuple[dict[str, float], dict[str, float]]:
+    """Return what offload.py has in memory and on disk, in MB, by way."""
+    assert result.returncode == 0, result.output
+    assert re.search(r"^check: \d ways, 5 losses each", result.stdout, re.M)
+    rows = re.findall(r"^(\w.*?) +(\S+) MB +(\S+) MB +\d+$", result.stdout, re.M)
+    return {n: float(m) for n, m, _ in rows}, {n: float(d) for n, _, d in rows}
+
+
 @pytest.mark.slow
-def test_states_on_disk_leave_memory_or_libaio_is_asked_for(tmp_path: Path) -> None:
+def test_what_is_on_disk_leaves_memory_or_libaio_is_asked_for(tmp_path: Path) -> None:
     script = ROOT / CHAPTER / "offload.py"
     missing = module("start").missing_libaio(torch.device("cpu"))
     if not missing and not is_async_io_compiled():
@@ -406,11 +449,12 @@ def test_states_on_disk_leave_memory_or_libaio_is_asked_for(tmp_path: Path) -> N
         assert result.returncode != 0
         assert result.stderr.splitlines()[0] == line
         return
-    assert result.returncode == 0, result.output
-    rows = re.findall(r"^(\w.*?) +(\S+) MB +(\S+) MB +\d+$", result.stdout, re.M)
-    memory = {name: float(megabytes) for name, megabytes, _ in rows}
-    disk = {name: float(megabytes) for name, _, megabytes in rows}
+    memory, disk = rows_of(result)
     assert list(disk.values()) == [0, 0, 0, pytest.approx(38.6, abs=0.1)]
     assert memory["states to disk"] < memory["nothing"] - 20
-    assert re.search(r"^check: 4 ways, 5 losses each", result.stdout, re.M)
+    # 18 matrices of the MLP, each cut in two: 640 x 1920 / 2 values of two bytes.
+    words = ["--precision=bf16", "--width=640", "--layers=6", "--disk", tmp_path]
+    memory, disk = rows_of(torchrun(script, *words, timeout=240))
+    assert list(disk.values()) == [0, pytest.approx(18 * 1.2288, abs=0.1)]
+    assert memory["weights to disk"] < memory["nothing"]
     assert list(tmp_path.iterdir()) == []

@@ -2,9 +2,11 @@
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -149,39 +151,51 @@ def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
     }
 
 
-def save_resume_damage(folder: str) -> tuple[list[str], str, str]:
-    """Save in both families of stages and resume; damage a shard and lose another."""
+def save_in_every_stage(folder: str) -> list[str]:
+    """Save half-way, resume, and join the shards, in each stage."""
     modules, said = prepare(), []
     script, device = modules["checkpoints"], torch.device("cpu")
     tokens = modules["data"].to_tokens(modules["data"].read_text(None), None, BLOCK)
-    base = Path(folder)
-    for stage in (1, 3):
+    for stage in (1, 2, 3):
+        path = Path(folder, str(stage))
+        path.mkdir(exist_ok=True)
         if dist.get_rank() == 0:
-            (base / str(stage)).mkdir()
-        dist.barrier()
-        said.append(script.save_and_resume(base / str(stage), stage, tokens, 4, device))
-        assert script.what_is_wrong(base / str(stage)) == ""
+            # As if three ranks had saved here before.
+            (path / "half").mkdir()
+            (path / "half" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").touch()
+        said.append(script.save_and_resume(path, stage, tokens, 4, device))
         if dist.get_rank() == 0:
-            record = json.loads((base / str(stage) / script.RECORD).read_text())
-            loss = record["losses"][0]
-            said.append(script.consolidate(base / str(stage), tokens, loss, 2))
+            loss = json.loads((path / script.RECORD).read_text())["losses"][0]
+            said.append(script.consolidate(path, tokens, loss, 2))
         dist.barrier()
-    shard = base / "1" / "half" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    if dist.get_rank() == 0:
-        os.truncate(shard, 1000)
-    dist.barrier()
-    cut = script.what_is_wrong(base / "1")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shard.unlink()
-    dist.barrier()
-    return said, cut, script.what_is_wrong(base / "1")
+    return said
+
+
+def go_on_in_every_stage(folder: str, tag: str) -> dict[str, str]:
+    """Go on in each stage from what each stage has saved; say how it ended."""
+    modules, said = prepare(), {}
+    script, device = modules["checkpoints"], torch.device("cpu")
+    tokens = modules["data"].to_tokens(modules["data"].read_text(None), None, BLOCK)
+    for saved, stage in itertools.product((1, 2, 3), repeat=2):
+        path = Path(folder, str(saved))
+        if tag == "universal" and stage == 1:
+            script.to_universal(path)
+        record = json.loads((path / script.RECORD).read_text())
+        engine = script.new_engine(stage, device, universal=tag == "universal")
+        try:
+            engine.load_checkpoint(str(path), tag=tag)
+            losses = script.train_steps(engine, tokens, range(*record["steps"]), device)
+            pairs = zip(losses, record["losses"], strict=True)
+            apart = max(abs(one - other) for one, other in pairs)
+            said[f"{saved} to {stage}"] = "" if apart < script.LIMIT else f"{apart}"
+        except Exception as error:
+            said[f"{saved} to {stage}"] = f"{type(error).__name__}: {error}"
+        engine.destroy()
+    return said
 
 
 def write_checkpoints(folder: str) -> None:
     """Write a checkpoint with its tokenizer, and others that lack something."""
-    import shutil
-
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Model
 
@@ -477,24 +491,81 @@ def test_a_model_that_cannot_be_trained_is_named_in_one_line(
     }
 
 
-def test_shards_resume_to_the_last_bit_and_a_damaged_one_is_named(
-    zero_pools: Pools, tmp_path: Path
-) -> None:
-    (said, cut, lost), (said_by_one, *_) = zero_pools(2).run(
-        save_resume_damage, str(tmp_path), world_size=2, timeout=60
+@pytest.fixture(scope="module")
+def shards(
+    zero_pools: Pools, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[list[str]]]:
+    """Return a folder with what two ranks have saved in each stage, and their words."""
+    folder = tmp_path_factory.mktemp("shards")
+    said = zero_pools(2).run(
+        save_in_every_stage, str(folder), world_size=2, timeout=120
     )
+    return folder, said
+
+
+def test_shards_resume_to_the_last_bit_and_can_be_joined(
+    shards: tuple[Path, list[list[str]]],
+) -> None:
+    said, said_by_one = shards[1]
     exact = "2 losses after the restart are the same to the last bit"
-    assert said_by_one == [exact, exact]
-    assert said[::2] == [exact, exact]
-    for text in (said[1], said[3]):
+    assert said_by_one == [exact] * 3
+    assert said[::2] == [exact] * 3
+    for text in (said[1], said[3], said[5]):
         assert re.fullmatch(
             r"joined weights in transformers alone, loss \de[+-]\d\d apart", text
         )
-    name = f"{tmp_path}/1/half/zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    assert re.fullmatch(
-        re.escape(name)
-        + r" has 1,000 bytes and was saved with 2,5\d\d,\d\d\d; nothing "
-        "was loaded or changed",
-        cut,
+
+
+OTHER_RANKS = (
+    "ZeRORuntimeException: The checkpoint being loaded used a DP world size of 2 but "
+    "the current world size is 1. Automatic adjustment of ZeRO's optimizer state "
+    "partitioning with a new world size is not currently supported."
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tag", "says"),
+    [
+        (2, "half", ""),
+        (1, "half", OTHER_RANKS),
+        pytest.param(1, "universal", "", marks=pytest.mark.slow),
+    ],
+)
+def test_which_stage_can_go_on_from_which(
+    ranks: int,
+    tag: str,
+    says: str,
+    shards: tuple[Path, list[list[str]]],
+    zero_pools: Pools,
+) -> None:
+    said = zero_pools(ranks).run(
+        go_on_in_every_stage, str(shards[0]), tag, world_size=ranks, timeout=120
     )
-    assert lost.startswith(f"{name} has 0 bytes")
+    # Between stages 1 and 2, and from 3 to 3. Else DeepSpeed looks for a file that the
+    # other family of stages names otherwise, and says no word more.
+    works = {"1 to 1", "1 to 2", "2 to 1", "2 to 2", "3 to 3"}
+    fails = {"1 to 3", "2 to 3", "3 to 1", "3 to 2"}
+    expected = dict.fromkeys(works, says) | dict.fromkeys(fails, "AssertionError: ")
+    assert said == [expected] * ranks
+
+
+def test_a_damaged_shard_is_named_and_a_move_that_fails_is_refused(
+    shards: tuple[Path, list[list[str]]], tmp_path: Path
+) -> None:
+    what_is_wrong = load_chapter(CHAPTER)["checkpoints"].what_is_wrong
+    folder = tmp_path / "1"
+    shutil.copytree(shards[0] / "1", folder)
+    assert [what_is_wrong(folder, stage) for stage in (1, 2)] == ["", ""]
+    assert what_is_wrong(folder, 3) == (
+        f"the shards in {folder} are of stage 1, which stage 3 cannot read; the "
+        f"weights alone are in {folder / 'whole'}"
+    )
+    shard = folder / "half" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    os.truncate(shard, 1000)
+    cut = re.escape(f"{shard} has 1,000 bytes and was saved with ")
+    rest = r"2,5\d\d,\d\d\d; nothing was loaded or changed"
+    assert re.fullmatch(cut + rest, what_is_wrong(folder, 1))
+    shard.unlink()
+    assert what_is_wrong(folder, 1).startswith(f"{shard} has 0 bytes")
+    nothing = f"no checkpoint in {tmp_path}; without --resume this script writes one"
+    assert what_is_wrong(tmp_path, 1) == nothing
