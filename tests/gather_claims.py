@@ -1,7 +1,7 @@
 """Gather the chapters' tables "What people get wrong" on one page, MYTHS.md.
 
 ``python tests/gather_claims.py`` writes the page anew. The tables themselves stay
-in the chapters, next to what shows them. Here the names in their last column become
+in the chapters, next to what shows them. Here the names of what shows them become
 links, and a row that names nothing which exists is an error.
 """
 
@@ -23,16 +23,13 @@ Tree = Mapping[str, str]
 
 PAGE = "MYTHS.md"
 TABLE_TITLE = "What people get wrong"
-COLUMNS = ["claim", "what really happens", "shown by"]
-# A cell of the last column that means the one above it.
+# The name of a test is one long word, and a column is as wide as its longest word: in a
+# column of its own it would leave no room for the others. It stands below a <br>.
+COLUMNS = ["claim", "what really happens, and what shows it"]
+# What stands there if it is the same as in the row above.
 AGAIN = "the same test"
 
-# The name of a test is one long word, and a column is as wide as its longest word: in a
-# column of its own it would leave no room for the others.
-HEADER = """\
-| claim | what really happens, and what shows it |
-| --- | --- |
-"""
+HEADER = f"| {' | '.join(COLUMNS)} |\n| --- | --- |\n"
 
 INTRODUCTION = """\
 # What the notes and the web get wrong
@@ -173,9 +170,12 @@ def claims(page: str, tree: Tree) -> Iterator[str]:
     """Yield the claims of a page, each a row of the new table."""
     functions = defined_tests(tree)
     shown_by = ""
-    for claim, truth, cell in table_rows(tree[page]):
-        if cell != AGAIN:
-            shown_by = evidence(cell, page, tree, functions)
+    for claim, cell in table_rows(tree[page]):
+        truth, _, named = cell.rpartition("<br>")
+        if not truth:
+            raise ValueError(f"{page}: no <br> stands before what shows it: {cell!r}")
+        if named != AGAIN:
+            shown_by = evidence(named, page, tree, functions)
         elif not shown_by:
             raise ValueError(f"{page}: {AGAIN!r} in the first row")
         row = moved_links(f"{claim} | {truth}", page) + f"<br>{shown_by}"

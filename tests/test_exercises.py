@@ -82,12 +82,17 @@ def group_that_reports(file: str) -> Iterator[None]:
     dist.destroy_process_group()
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
+    # One rank may still be importing what the last answer asked for, on a busy machine.
+    store = dist.FileStore(file, world_size)
+    store.set(f"here {rank}", "")
+    everyone = [f"here {other}" for other in range(world_size)]
+    store.wait(everyone, timedelta(seconds=60))
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(file, world_size),
+        store=store,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=4),
+        timeout=timedelta(seconds=6),
     )
     try:
         yield

@@ -424,6 +424,43 @@ def blocks_fit_the_page(tree: Tree) -> list[str]:
     ]
 
 
+def unbroken(cell: Token) -> list[str]:
+    """Return the words of a table's cell, which a browser does not break."""
+    parts = cell.children or []
+    text = "".join(
+        " " if "break" in p.type or "html" in p.type else p.content for p in parts
+    )
+    # It may begin a new line after a hyphen.
+    return re.split(r"\s+|(?<=-)(?=\w)", text)
+
+
+def tables_fit_the_page(tree: Tree) -> list[str]:
+    """The longest words of a table's columns have room beside each other.
+
+    A column is at least as wide as its longest word. A page on GitHub has room for
+    about as many characters as for columns in a block; a wider table is cut off.
+    """
+    violations = []
+    for name, tokens in markdown(tree).items():
+        line, column, longest = 0, 0, dict[int, str]()
+        for before, token in pairwise(tokens):
+            if before.type == "table_open":
+                line, longest = (before.map or [0])[0] + 1, {}
+            elif before.type == "tr_open":
+                column = 0
+            if before.type in {"th_open", "td_open"}:
+                words = [longest.get(column, ""), *unbroken(token)]
+                longest[column], column = max(words, key=len), column + 1
+            elif (
+                token.type == "table_close"
+                and len("".join(longest.values())) > WIDEST_BLOCK
+            ):
+                violations.append(
+                    f"{name}:{line}: too wide: {' '.join(longest.values())}"
+                )
+    return violations
+
+
 def commands_stand_in_console_blocks(tree: Tree) -> list[str]:
     """Every block says its language, and only console blocks hold commands.
 
@@ -613,6 +650,12 @@ BROKEN: list[tuple[Rule, Tree, str]] = [
     ),
     (blocks_fit_the_page, {"README.md": readme("x" * 89, "text")}, "README.md:1: 89"),
     (blocks_fit_the_page, {"README.md": readme("x" * 90, "diff")}, "90 columns"),
+    (tables_fit_the_page, {"a.md": f"|a|\n|-|\n|{'x' * 89}|\n"}, "a.md:1: too wide"),
+    (
+        tables_fit_the_page,
+        {"a.md": f"\n|a|b|\n|-|-|\n|`{'x' * 45}`|b|\n|a|{'y' * 44}<br>|\n"},
+        "a.md:2: too wide",
+    ),
     (commands_stand_in_console_blocks, {"a.md": readme("x", "")}, "language ''"),
     (
         commands_stand_in_console_blocks,
@@ -684,6 +727,13 @@ KEPT: list[tuple[Rule, Tree]] = [
         loop("assert len(xs) == 3\nassert all(x for x, y in zip(xs, ys))"),
     ),
     (blocks_fit_the_page, {"a.md": "x" * 99 + "\n\n" + readme("+" + "x" * 88, "diff")}),
+    (
+        tables_fit_the_page,
+        {
+            "a.md": f"|a|\n|-|\n|{'x' * 88}|\n\n|a|b|\n|-|-|\n"
+            f"|{'x' * 40}-{'x' * 9}|{'y' * 46} {'y' * 46}<br>{'y' * 46}|\n"
+        },
+    ),
     (
         commands_stand_in_console_blocks,
         {"a.md": "<!-- not run: installs -->\n" + readme("x", "sh") + readme("x")},

@@ -554,8 +554,8 @@ CLAIMS = {
     "requirements.txt": "torch==2.0\ndeepspeed==0.1\n",
     "01_a/README.md": (
         "# 01 · A\n\n[c](C.md) [b](B.md)\n\n## A block\n\n## What people get wrong\n\n"
-        "| claim | what really happens | shown by |\n| --- | --- | --- |\n"
-        "| x | [y](../02_b/README.md#z) [here](#a-block) | SHOWN |\n"
+        "| claim | what really happens, and what shows it |\n| --- | --- |\n"
+        "| x | [y](../02_b/README.md#z) [here](#a-block)<br>SHOWN |\n"
     ),
     "01_a/b.py": "",
     "tests/test_a.py": "def test_x(): ...\ndef test_twice(): ...",
@@ -581,7 +581,7 @@ def claims_page(shown: str, **more: str) -> str:
         ('the block "A block"', "the block [A block](01_a/README.md#a-block) |"),
         ("`test_x`", "| x | [y](02_b/README.md#z) [here](01_a/README.md#a-block)<br>"),
         (
-            "`test_x` |\n| 2 | z | the same test",
+            "`test_x` |\n| 2 | z<br>the same test",
             "| 2 | z<br>[`test_x`](tests/test_a.py) |",
         ),
         ("`test_gone`", "0 test functions are test_gone"),
@@ -592,6 +592,10 @@ def claims_page(shown: str, **more: str) -> str:
         ("experience", "names no test, no script and no block"),
         ("the same test", "'the same test' in the first row"),
         ("`test_x` \\| |", "a cell holds a bar"),
+        (
+            "`test_x` |\n| 2 | `test_x`",
+            "no <br> stands before what shows it: '`test_x`'",
+        ),
     ],
 )
 def test_rows_lead_to_what_they_name(shown: str, expected: str) -> None:

@@ -59,6 +59,7 @@ def leave_traces() -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
     dist.new_group([0])
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
     raise SystemExit("with traces")
 
 
@@ -67,7 +68,8 @@ def look_for_traces() -> tuple[Any, ...]:
         *(os.environ["RANK"], os.environ.get("LEFT"), os.getcwd() == "/"),
         *("/left/over" in sys.path, torch.get_num_threads()),
         *(torch.get_default_dtype(), torch.is_grad_enabled()),
-        *(dist.get_world_size(), torch.rand(2).tolist(), os.getpid()),
+        *(dist.get_debug_level().name, dist.get_world_size()),
+        *(torch.rand(2).tolist(), os.getpid()),
     )
 
 
@@ -211,8 +213,8 @@ def test_each_run_starts_fresh(pool: WorkerPool) -> None:
     numbers = torch.rand(2).tolist()
     assert len(after) == 2
     for rank, found in enumerate(after):
-        expected = (str(rank), None, False, False, 1, torch.float32, True, 2, numbers)
-        assert found[:-1] == expected
+        expected = (str(rank), None, False, False, 1, torch.float32, True, "OFF", 2)
+        assert found[:-1] == (*expected, numbers)
     assert [found[-1] for found in after] == pool.pids[:2]
 
 

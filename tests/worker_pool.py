@@ -418,6 +418,7 @@ def _die_with_the_parent() -> None:
 def _fresh_state(job: Job) -> Iterator[None]:
     """Give a job the same start as every other and undo what it changed."""
     import torch
+    import torch.distributed as dist
 
     environment, folder = dict(os.environ), os.getcwd()
     sys.path[:] = job.path
@@ -436,6 +437,7 @@ def _fresh_state(job: Job) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(False)
+        dist.set_debug_level_from_env()
 
 
 def _answer(job: Job) -> Reply:
