@@ -461,6 +461,21 @@ def tables_fit_the_page(tree: Tree) -> list[str]:
     return violations
 
 
+def numbered_lines_are_items(tree: Tree) -> list[str]:
+    """No line of a paragraph begins with a number and a point.
+
+    Markdown takes it for an item of a list only below an empty line, or if it is 1.
+    """
+    return [
+        f"{name}:{(token.map or [0])[0] + row + 1}: runs on in its paragraph: {line}"
+        for name, tokens in markdown(tree).items()
+        for token in tokens
+        if token.type == "inline"
+        for row, line in enumerate(token.content.splitlines())
+        if row and re.match(r" *\d+\. ", line)
+    ]
+
+
 def commands_stand_in_console_blocks(tree: Tree) -> list[str]:
     """Every block says its language, and only console blocks hold commands.
 
@@ -656,6 +671,7 @@ BROKEN: list[tuple[Rule, Tree, str]] = [
         {"a.md": f"\n|a|b|\n|-|-|\n|`{'x' * 45}`|b|\n|a|{'y' * 44}<br>|\n"},
         "a.md:2: too wide",
     ),
+    (numbered_lines_are_items, {"a.md": "a\n\nb\n3. c\n"}, "a.md:4: runs on"),
     (commands_stand_in_console_blocks, {"a.md": readme("x", "")}, "language ''"),
     (
         commands_stand_in_console_blocks,
@@ -734,6 +750,7 @@ KEPT: list[tuple[Rule, Tree]] = [
             f"|{'x' * 40}-{'x' * 9}|{'y' * 46} {'y' * 46}<br>{'y' * 46}|\n"
         },
     ),
+    (numbered_lines_are_items, {"a.md": "a\n1. b\n2. c\n\nd\n\n3. e\n   2 f\n4. g\n"}),
     (
         commands_stand_in_console_blocks,
         {"a.md": "<!-- not run: installs -->\n" + readme("x", "sh") + readme("x")},
