@@ -94,7 +94,7 @@ def try_answer(answer: Callable[[torch.Tensor, Send], torch.Tensor]) -> str:
         vars(EXERCISE)["reduce_scatter"] = stub
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_answer_passes(worker_pool: WorkerPool, world_size: int) -> None:
     found = worker_pool.run(try_answer, reduce_scatter, world_size=world_size)
     assert found == [""] * world_size

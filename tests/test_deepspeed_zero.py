@@ -342,7 +342,9 @@ def test_one_rank_without_a_compiler_says_what_it_does_and_starts_fast() -> None
     assert result.stdout.splitlines()[-1] == "False"
 
 
-@pytest.mark.parametrize("killed", ["deepspeed", "its child"])
+@pytest.mark.parametrize(
+    "killed", ["deepspeed", pytest.param("its child", marks=pytest.mark.slow)]
+)
 def test_no_rank_outlives_a_launcher_that_is_killed(killed: str) -> None:
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus=2"]
     launcher = subprocess.Popen(

@@ -419,10 +419,11 @@ def processes_with(mark: str) -> list[psutil.Process]:
     ("script", "options", "number"),
     # Options for a run that would last for minutes.
     [
-        (
+        pytest.param(
             "lookup_cost",
             ["--rounds=30", "--batch-sizes", "1", *["512"] * 8],
             signal.SIGKILL,
+            marks=pytest.mark.slow,
         ),
         ("sharded_tables", ["--steps=30000"], signal.SIGINT),
     ],

@@ -131,6 +131,7 @@ def test_a_team_is_the_first_ranks_and_exchanges_only_when_told(
         assert sum(counts) == whole > 1e6
 
 
+@pytest.mark.slow
 def test_fit_finds_the_rate_of_the_link(laboratory: None, tmp_path: Path) -> None:
     path = tmp_path / "scaling.json"
     words = ["--rounds=1", "--steps=1", "--samples=4", "--total=12", f"--json={path}"]
