@@ -25,8 +25,10 @@ train: setup ## Set up, then train a small GPT with two processes.
 	    .venv/bin/torchrun --nproc-per-node=2 03_ddp_torchrun/train.py $(ARGS)
 
 # One thread a rank: the tests start up to four ranks, on however few cores. Two files
-# at a time, because many tests wait for a time-out.
-pytest = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+# at a time, because many tests wait for a time-out; in their own order, or the files
+# with few tests would come last, and those take long.
+pytest = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile \
+    --no-loadscope-reorder $(PYTEST_ARGS)
 
 smoke: setup-dev ## Set up, then run one script of each chapter.
 	@$(pytest) -m smoke tests
@@ -35,7 +37,7 @@ test: setup-dev ## Set up, then run the tests but for the slow ones.
 	@$(pytest) -m "not slow" tests
 
 pages: setup-dev ## Set up, then run every command of every page.
-	@$(pytest) --no-loadscope-reorder 0*/*.md *.md
+	@$(pytest) 0*/*.md *.md
 
 test-all: setup-dev ## Set up, then run every test and every command of every page.
 	@$(pytest)

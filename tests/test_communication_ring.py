@@ -108,7 +108,10 @@ def time_a_call_that_does_nothing() -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize(
+    "world_size",
+    [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7)), 8],
+)
 def test_ring_is_the_built_in_sum(worker_pool: WorkerPool, world_size: int) -> None:
     n = world_size
     lengths = sorted({0, 1, 2, n - 1, n, n + 1, 3 * n, 97, 100 * n})
@@ -186,7 +189,7 @@ def test_ring_is_short_enough_to_read() -> None:
     assert 20 < len(code) <= 40
 
 
-@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ring_script(nproc: int) -> None:
     result = torchrun(
         f"{CHAPTER}/ring_all_reduce.py", "--sizes", 0.01, "--rounds=2", nproc=nproc

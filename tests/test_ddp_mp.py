@@ -474,7 +474,7 @@ def start_long_run() -> "subprocess.Popen[str]":
     ("number", "waits_for"),
     [
         (signal.SIGINT, "epoch 0"),
-        (signal.SIGKILL, "epoch 0"),
+        pytest.param(signal.SIGKILL, "epoch 0", marks=pytest.mark.slow),
         (signal.SIGKILL, "children"),
     ],
 )

@@ -332,7 +332,9 @@ def test_what_cannot_work_is_said_in_one_line(
     ("command", "end"),
     [
         (["west_and_east.py", "--steps=100000"], signal.SIGINT),
-        (["timeline.py", "--rounds=1000"], signal.SIGKILL),
+        pytest.param(
+            ["timeline.py", "--rounds=1000"], signal.SIGKILL, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_no_rank_outlives_its_script(command: list[str], end: signal.Signals) -> None:

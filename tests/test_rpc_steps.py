@@ -63,6 +63,7 @@ def check_table(result: Result, trainers: int, steps: int) -> None:
         assert lost == 0 or (name == NAMES[0] and trainers > 1)
 
 
+@pytest.mark.slow
 def test_two_trainers_in_four_ways_lose_nothing_where_calls_take_turns() -> None:
     result = python(SCRIPT, "--rounds=2", "--steps=8", timeout=100)
     check_table(result, trainers=2, steps=24)
