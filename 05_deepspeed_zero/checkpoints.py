@@ -38,7 +38,7 @@ from start import (
 BLOCK_SIZE = 64
 SAMPLES = 12  # in a step of all ranks together, for 1, 2, 3 or 4 of them
 LIMIT = 1e-4  # of the loss; the same ranks and stage must give the same bits
-RECORD = "record.json"  # ours: what was saved, and what an unbroken run goes on to
+RECORD = "half/record.json"  # what was saved, and what an unbroken run goes on to
 
 
 def new_engine(stage: int, device: torch.device, universal: bool = False) -> Any:
@@ -113,28 +113,42 @@ def to_universal(folder: Path) -> str:
     return "universal"
 
 
+def publish(folder: Path, record: dict[str, Any]) -> dict[str, int]:
+    """Put shards that are all written in the place of older ones; return their bytes.
+
+    Until then the older ones stay, and between the two renames they are in "previous".
+    """
+    new, current, old = (folder / n for n in ("unfinished", "half", "previous"))
+    files = {f"half/{path.name}": path.stat().st_size for path in sorted(new.iterdir())}
+    (new / Path(RECORD).name).write_text(json.dumps(record | {"files": files}))
+    if current.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        current.rename(old)
+    new.rename(current)
+    # What DeepSpeed reads where it is told no tag.
+    (folder / "latest").write_text("half")
+    shutil.rmtree(old, ignore_errors=True)
+    return files
+
+
 def save_and_resume(
     folder: Path, stage: int, tokens: torch.Tensor, steps: int, device: torch.device
 ) -> str:
     """Save half-way, train on; then do the second half again from the file."""
     half = steps // 2
     if dist.get_rank() == 0:
-        # The shards of other ranks, from an earlier run, would lie among the new ones.
-        shutil.rmtree(folder / "half", ignore_errors=True)
+        shutil.rmtree(folder / "unfinished", ignore_errors=True)
     dist.barrier()
     engine = new_engine(stage, device)
     train_steps(engine, tokens, range(half), device)
     # Every rank must call this: each writes its own shard.
-    engine.save_checkpoint(str(folder), tag="half")
+    engine.save_checkpoint(str(folder), tag="unfinished", save_latest=False)
     unbroken = train_steps(engine, tokens, range(half, steps), device)
     engine.destroy()
     if dist.get_rank() == 0:
-        paths = sorted((folder / "half").iterdir())
-        files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
         record: dict[str, Any] = {"ranks": dist.get_world_size(), "stage": stage}
-        record |= {"steps": [half, steps], "losses": unbroken, "files": files}
-        (folder / RECORD).write_text(json.dumps(record, indent=1))
-        for name, number in files.items():
+        record |= {"steps": [half, steps], "losses": unbroken}
+        for name, number in publish(folder, record).items():
             print_once(f"{number:9,} bytes in {name}")
     dist.barrier()
     engine = new_engine(stage, device)

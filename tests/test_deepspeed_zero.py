@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -160,15 +161,31 @@ def save_in_every_stage(folder: str) -> list[str]:
         path = Path(folder, str(stage))
         path.mkdir(exist_ok=True)
         if dist.get_rank() == 0:
-            # As if three ranks had saved here before.
-            (path / "half").mkdir()
-            (path / "half" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").touch()
+            # As if three ranks had saved here before, and others had died doing so.
+            for name in ("half", "unfinished"):
+                (path / name).mkdir()
+                (path / name / "zero_pp_rank_2_mp_rank_00_optim_states.pt").touch()
         said.append(script.save_and_resume(path, stage, tokens, 4, device))
         if dist.get_rank() == 0:
             loss = json.loads((path / script.RECORD).read_text())["losses"][0]
             said.append(script.consolidate(path, tokens, loss, 2))
         dist.barrier()
     return said
+
+
+def break_off_another_save(folder: str) -> str:
+    """Save again to a folder that has a checkpoint, and fail before all is done."""
+    modules = prepare()
+    script = modules["checkpoints"]
+    train_steps = mock.Mock(side_effect=[[], MemoryError("in mid-run")])
+    with mock.patch.object(script, "train_steps", train_steps):
+        try:
+            script.save_and_resume(
+                Path(folder), 1, torch.zeros(0), 4, torch.device("cpu")
+            )
+        except MemoryError as error:
+            return str(error)
+    return "it went on"
 
 
 def go_on_in_every_stage(folder: str, tag: str) -> dict[str, str]:
@@ -549,6 +566,23 @@ def test_which_stage_can_go_on_from_which(
     fails = {"1 to 3", "2 to 3", "3 to 1", "3 to 2"}
     expected = dict.fromkeys(works, says) | dict.fromkeys(fails, "AssertionError: ")
     assert said == [expected] * ranks
+
+
+def test_an_older_checkpoint_stays_until_the_new_one_is_whole(
+    shards: tuple[Path, list[list[str]]], zero_pools: Pools, tmp_path: Path
+) -> None:
+    folder = tmp_path / "1"
+    shutil.copytree(shards[0] / "1", folder)
+
+    def contents() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (folder / "half").iterdir()}
+
+    before = contents()
+    assert len(before) == 4  # weights, two shards and the record
+    ended = zero_pools(2).run(break_off_another_save, str(folder), world_size=2)
+    assert ended == ["in mid-run"] * 2
+    assert contents() == before
+    assert load_chapter(CHAPTER)["checkpoints"].what_is_wrong(folder, 1) == ""
 
 
 def test_a_damaged_shard_is_named_and_a_move_that_fails_is_refused(
