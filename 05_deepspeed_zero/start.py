@@ -135,6 +135,8 @@ def find_place() -> tuple[torch.device, str]:
     for name, alone in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         env.setdefault(name, alone)
     local = ranks_on_this_machine()
+    if local > 16:
+        refuse(f"{local} ranks are too many for one machine; start two, --num_gpus=2")
     device, reason = choose_device(int(env["LOCAL_RANK"]), local)
     if "OMP_NUM_THREADS" not in env:
         # torchrun sets it to 1. Under deepspeed each rank would take all the cores,

@@ -427,6 +427,16 @@ def test_bad_input_is_one_line() -> None:
         assert result.stderr == f"stage_0.py: {expected}\n"
 
 
+def test_more_ranks_than_a_machine_can_bear_are_refused() -> None:
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    env = clean_environment(WORLD_SIZE="99", LOCAL_SIZE="99", **ranks)
+    result = python(FOLDER / "stage_1.py", env=env)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "stage_1.py: 99 ranks are too many for one machine; start two, --num_gpus=2\n"
+    )
+
+
 # --- What the pages say. ----------
 
 
