@@ -64,7 +64,6 @@ def ring_all_reduce(
     # In the reduce-scatter, summands land beside the pieces they are added to.
     to_add = pieces(range(1, world_size))
     landings = [slots[i % IN_FLIGHT][: len(piece)] for i, piece in enumerate(to_add)]
-    # Sending before receiving is a little faster, for messages of up to 2 MB.
     sends = [isend(piece, right) for piece in pieces(range(1))]
     receives = [dist.irecv(landing, left) for landing in landings[:IN_FLIGHT]]
     # In the all-gather, finished sums land in their places.

@@ -21,6 +21,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+MOST_RANKS = 16  # on one machine; more are a typing error
+
 
 def refuse(message: str) -> NoReturn:
     """Say in one line, from one rank only, what is wrong; exit with status 2."""
@@ -135,7 +137,7 @@ def find_place() -> tuple[torch.device, str]:
     for name, alone in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         env.setdefault(name, alone)
     local = ranks_on_this_machine()
-    if local > 16:
+    if local > MOST_RANKS:
         refuse(f"{local} ranks are too many for one machine; start two, --num_gpus=2")
     device, reason = choose_device(int(env["LOCAL_RANK"]), local)
     if "OMP_NUM_THREADS" not in env:

@@ -236,7 +236,10 @@ def test_a_failure_that_did_not_happen_is_an_error(
     assert "check:" not in result.stdout
 
 
-def test_interrupt_ends_all_ranks_in_silence() -> None:
+# Once while the fork server, the second process, is importing torch; once as soon as
+# the three ranks are there.
+@pytest.mark.parametrize(("processes", "pause"), [(2, 0.3), (5, 0)])
+def test_interrupt_ends_all_ranks_in_silence(processes: int, pause: float) -> None:
     process = subprocess.Popen(
         [sys.executable, GOES_WRONG, "--case=peer"],
         stdout=subprocess.PIPE,
@@ -251,10 +254,11 @@ def test_interrupt_ends_all_ranks_in_silence() -> None:
     try:
         while not process.stdout.readline().startswith("--- plain"):
             assert process.poll() is None
-        # All of the terminal's processes get a Ctrl-C, as soon as the ranks are there.
+        # All of the terminal's processes get a Ctrl-C.
         script = psutil.Process(process.pid)
-        while len(script.children(recursive=True)) < 5:
+        while len(script.children(recursive=True)) < processes:
             assert process.poll() is None
+        time.sleep(pause)
         everyone = script.children(recursive=True)
         os.killpg(process.pid, signal.SIGINT)
         rest, _ = process.communicate(timeout=20)
