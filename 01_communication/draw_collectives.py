@@ -8,19 +8,13 @@ Before: 01_communication/collectives.py
 Next: 01_communication/README.md, which shows the pictures.
 """
 
-import argparse
-import sys
-from pathlib import Path
 from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")  # draw into a file; no window, no display needed
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from expected import EXPECTED, Row, numbers_before
+from pictures import new_drawing, picture_parser, save_picture
 
 WORLD_SIZE = 3
 ROOT = WORLD_SIZE - 1
@@ -29,7 +23,6 @@ ROOT = WORLD_SIZE - 1
 COLOURS = ["#0072B2", "#E69F00", "#CC79A7"]
 MIXED = "#009E73"
 INK = "#222222"
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
 # How many numbers a rank brings (None: one for each rank), and a few words.
 PICTURES: dict[str, tuple[int | None, str]] = {
     "scatter": (None, "the root (rank 2) deals, one to each"),
@@ -84,11 +77,7 @@ def draw_waiting(axes: Axes, y: float, rank: int) -> None:
 def draw_collective(name: str) -> tuple[plt.Figure, int]:
     """Draw one collective; return the picture and how many numbers are in it."""
     places, words = PICTURES[name]
-    figure, axes = plt.subplots(figsize=(10, 2.4), dpi=110)
-    figure.patch.set_facecolor("white")
-    axes.set_xlim(0, 9.6)
-    axes.set_ylim(-0.6, 3.5)
-    axes.axis("off")
+    figure, axes = new_drawing(2.4, (-0.1, 9.6), (-0.7, 3.6))
     write_middle(axes, 0, 3.1, name.split()[0], weight="bold", fontsize=15)
     write_middle(axes, 2.6, 3.1, words)
     before = numbers_before(places, WORLD_SIZE)
@@ -118,11 +107,7 @@ def after(name: str, rows: list[Row]) -> list[Row]:
 
 def main() -> None:
     """Draw all of them, and check that they fit together."""
-    parser = argparse.ArgumentParser(description="Draw the chapter's collectives.")
-    parser.add_argument("--out", type=Path, default=ASSETS, help="folder to write to")
-    out = parser.parse_args().out
-    if not out.is_dir():
-        sys.exit(f"draw_collectives.py: there is no folder {out}")
+    out = picture_parser("Draw the chapter's collectives.").parse_args().out
     rows = numbers_before(None, WORLD_SIZE)
     sums = after("all_reduce SUM", rows)
     fits = {
@@ -137,9 +122,7 @@ def main() -> None:
     numbers = 0
     for name in PICTURES:
         figure, drawn = draw_collective(name)
-        figure.savefig(
-            out / f"01_{name.split()[0]}.png", bbox_inches="tight", metadata={}
-        )
+        save_picture(figure, out, f"01_{name.split()[0]}.png")
         plt.close(figure)
         numbers += drawn
     print(f"check: {len(PICTURES)} pictures, {numbers} numbers, which fit together")

@@ -7,9 +7,7 @@ Before: 01_communication/ring_all_reduce.py, whose sends are recorded here.
 Next: 01_communication/README.md, which shows the picture.
 """
 
-import argparse
 import signal
-import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -18,12 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from pictures import new_drawing, picture_parser, save_picture
 from ring_all_reduce import ring_all_reduce
 
 RANKS = 3
 # Two colours that people with any colour vision tell apart (Okabe and Ito), and ink.
 PARTIAL, FINISHED, INK = "#E69F00", "#009E73", "#222222"
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
 # (sender, chunk, value): a message of one number.
 Message = tuple[int, int, int]
 
@@ -72,19 +70,12 @@ def members(value: int) -> str:
 
 
 def draw_steps(
-    steps: list[list[Message]], rows: list[list[list[int]]], out: Path
+    steps: list[list[Message]], rows: list[list[list[int]]], folder: Path
 ) -> None:
     """Draw a row for each step, a box for each rank, an arrow for each message."""
-    import matplotlib
+    import matplotlib.pyplot as plt  # here, since the ranks have no use for it
 
-    matplotlib.use("Agg")  # draw into a file; no window, no display needed
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(10, 6.6), dpi=110)
-    figure.patch.set_facecolor("white")
-    axes.axis("off")
-    axes.set_xlim(-3.1, 12.9)
-    axes.set_ylim(-len(rows) * 2 + 1.0, 1.2)
+    figure, axes = new_drawing(6.6, (-3.2, 12.6), (-len(rows) * 2 + 0.7, 1.3))
     titles = ["start"]
     for number in range(len(steps)):
         phase = "reduce-scatter" if number < RANKS - 1 else "all-gather"
@@ -131,19 +122,15 @@ def draw_steps(
         "A box is a chunk; the numbers in it say whose values its sum holds. "
         "Strong colour: just arrived. Green: complete.",
         ha="center",
-        fontsize=10,
+        fontsize=11,
         color=INK,
     )
-    figure.savefig(out, bbox_inches="tight", metadata={})
+    save_picture(figure, folder, "01_ring.png")
 
 
 def main() -> None:
     """Run the ring on three processes, replay what they sent, draw it."""
-    parser = argparse.ArgumentParser(description="Draw the steps of the ring.")
-    parser.add_argument("--out", type=Path, default=ASSETS, help="folder to write to")
-    out = parser.parse_args().out
-    if not out.is_dir():
-        sys.exit(f"draw_ring.py: there is no folder {out}")
+    out = picture_parser("Draw the steps of the ring.").parse_args().out
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(record, (folder,), RANKS)
         traces = [torch.load(f"{folder}/{rank}") for rank in range(RANKS)]
@@ -153,7 +140,7 @@ def main() -> None:
     results = [trace["result"].tolist() for trace in traces]
     if rows[-1] != results or results != [[2**RANKS - 1] * RANKS] * RANKS:
         raise RuntimeError(f"the picture would lie: {rows[-1]}, {results}")
-    draw_steps(steps, rows, out / "01_ring.png")
+    draw_steps(steps, rows, out)
     count = sum(len(step) for step in steps)
     print(f"check: {count} recorded messages add up to the sum; wrote 01_ring.png")
 

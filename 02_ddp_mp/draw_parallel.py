@@ -8,16 +8,10 @@ Before: 02_ddp_mp/one_process.py
 Next: 02_ddp_mp/train.py
 """
 
-import argparse
-import sys
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")  # draw into a file; no window, no display needed
-
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+
+from pictures import new_picture, picture_parser, save_picture
 
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 COLOURS = ("#0072B2", "#E69F00")  # one for each rank
@@ -28,7 +22,6 @@ WAYS = {
     "data parallel": [((0, 1, 2, 3), (0, 1)), ((0, 1, 2, 3), (2, 3))],
     "model parallel": [((0, 1), (0, 1, 2, 3)), ((2, 3), (0, 1, 2, 3))],
 }
-PICTURE = Path(__file__).resolve().parent.parent / "assets" / "02_parallel.png"
 
 
 def layer_box(
@@ -50,9 +43,9 @@ def travel(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> 
 def draw_way(axes: Axes, name: str) -> None:
     """Draw the ranks of one way: layers above, the samples that go through below."""
     axes.set_xlim(0, 6.4)
-    axes.set_ylim(-0.6, 4.9)
+    axes.set_ylim(-0.4, 4.9)
     axes.axis("off")
-    axes.set_title(name, fontsize=12, weight="bold", color=INK)
+    axes.set_title(name, weight="bold")
     for rank, (layers, samples) in enumerate(WAYS[name]):
         left, colour = 0.2 + 3.7 * rank, COLOURS[rank]
         axes.text(left + 1.15, 4.5, f"rank {rank}", ha="center", color=INK)
@@ -96,19 +89,14 @@ def check_ways() -> str:
 
 def main() -> None:
     """Check what is to be drawn, and draw it."""
-    parser = argparse.ArgumentParser(description="Draw how training can be shared out.")
-    parser.add_argument("--out", type=Path, default=PICTURE, help="PNG file to write")
-    out = parser.parse_args().out
-    if not out.parent.is_dir():
-        sys.exit(f"draw_parallel.py: there is no folder {out.parent}")
+    out = picture_parser("Draw how training can be shared out.").parse_args().out
     result = check_ways()
-    figure, both = plt.subplots(1, 2, figsize=(9, 3.4), dpi=110)
-    figure.patch.set_facecolor("white")
+    figure, both = new_picture(3.7, columns=2)
     for axes, name in zip(both, WAYS, strict=True):
         draw_way(axes, name)
     figure.tight_layout()
-    figure.savefig(out, metadata={})
-    print(f"check: {result}; wrote {out.name}")
+    save_picture(figure, out, "02_parallel.png")
+    print(f"check: {result}; wrote 02_parallel.png")
 
 
 if __name__ == "__main__":

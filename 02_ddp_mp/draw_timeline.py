@@ -7,21 +7,12 @@ Before: 02_ddp_mp/timeline.py
 Next: 02_ddp_mp/README.md, which shows the picture.
 """
 
-import argparse
-import json
-import os
-import sys
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")  # draw into a file; no window, no display needed
-
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
+from pictures import new_picture, numbers_from, picture_parser, save_picture
+
 INK, GREY = "#222222", "#666666"
 # A colour for each rank, after Okabe and Ito; forward is the same, but lighter.
 RANKS = ["#0072B2", "#E69F00"]
@@ -59,14 +50,12 @@ def draw_rank(axes: Axes, rank: int, step: dict) -> None:
     for (start, end), lane in zip(step["sent"], lanes_of(step["sent"]), strict=True):
         place = (top + 0.54 + 0.2 * lane, 0.17)
         axes.broken_barh([(start, end - start)], place, color=SENT, ec="white", lw=0.4)
-    axes.text(-0.6, top + 0.27, f"rank {rank}", ha="right", va="center", fontsize=9)
+    axes.text(-0.6, top + 0.27, f"rank {rank}", ha="right", va="center")
 
 
 def draw_ways(measured: dict) -> plt.Figure:
     """Put the ways below each other on one axis; `measured` is timeline.py's JSON."""
-    figure, rows = plt.subplots(
-        len(TITLES), figsize=(8.5, 6.6), dpi=130, sharex=True, facecolor="white"
-    )
+    figure, rows = new_picture(7.4, rows=len(TITLES), sharex=True)
     steps = {name: measured["steps"][name] for name in TITLES}
     longest = max(rank["optimizer"][1] for step in steps.values() for rank in step)
     for axes, (name, step) in zip(rows, steps.items(), strict=True):
@@ -74,17 +63,15 @@ def draw_ways(measured: dict) -> plt.Figure:
             draw_rank(axes, rank, of_rank)
         end = max(rank["optimizer"][1] for rank in step)
         axes.plot([end, end], [-0.1, 2.2], color=INK, lw=1)
-        axes.text(
-            end + 0.006 * longest, 1.05, f"{end:.0f} ms", va="center", fontsize=10
-        )
-        axes.set_title(TITLES[name], loc="left", fontsize=10.5, weight="bold", pad=3)
+        axes.text(end + 0.006 * longest, 1.05, f"{end:.0f} ms", va="center")
+        axes.set_title(TITLES[name], loc="left", weight="bold", pad=3)
         axes.set_ylim(2.25, -0.15)
         axes.set_yticks([])
         axes.spines[["left", "right", "top"]].set_visible(False)
         axes.grid(axis="x", color="#DDDDDD", lw=0.6)
         axes.set_axisbelow(True)
     rows[-1].set_xlim(0, 1.09 * longest)
-    rows[-1].set_xlabel("milliseconds since the first rank began its step", fontsize=10)
+    rows[-1].set_xlabel("milliseconds since the first rank began its step")
     colours = [RANKS[0] + FORWARD, *RANKS, WAIT, OPTIMIZER, SENT]
     names = ["forward", "backward, rank 0", "rank 1", "waits or copies", "optimizer"]
     names.append("all-reduce")
@@ -92,7 +79,6 @@ def draw_ways(measured: dict) -> plt.Figure:
         handles=[Patch(color=c, label=n) for c, n in zip(colours, names, strict=True)],
         loc="upper center",
         ncols=6,
-        fontsize=9,
         frameon=False,
         handlelength=1.2,
         columnspacing=1.2,
@@ -110,21 +96,15 @@ def count_overlaps(step: list[dict]) -> list[int]:
 
 def main() -> None:
     """Read the numbers, check them, draw them."""
-    parser = argparse.ArgumentParser(description="Draw what timeline.py measured.")
-    add = parser.add_argument
-    add("--numbers", type=Path, default=ASSETS / "02_timeline.json", help="a JSON file")
-    add("--out", type=Path, default=ASSETS, help="folder to write to")
+    parser = picture_parser("Draw what timeline.py measured.", "02_timeline.json")
     args = parser.parse_args()
-    if not os.access(args.out, os.W_OK) or not args.out.is_dir():
-        sys.exit(f"draw_timeline.py: cannot write into a folder {args.out}")
-    if not args.numbers.is_file():
-        sys.exit(f"draw_timeline.py: there is no file {args.numbers}")
-    measured = json.loads(args.numbers.read_text())
-    early = {name: count_overlaps(measured["steps"][name]) for name in TITLES}
+    with numbers_from("timeline.py"):
+        early = {name: count_overlaps(args.numbers["steps"][name]) for name in TITLES}
+        figure = draw_ways(args.numbers)
     for name, counts in early.items():
         if (min(counts) > 0) != (name in ("overlapped", "DDP")):
             raise RuntimeError(f"{name}: {counts} all-reduces begin during backward")
-    draw_ways(measured).savefig(args.out / "02_timeline.png", metadata={})
+    save_picture(figure, args.out, "02_timeline.png")
     told = ", ".join(f"{name} {min(counts)}" for name, counts in early.items())
     print(f"check: all-reduces begun during backward: {told}; wrote 02_timeline.png")
 

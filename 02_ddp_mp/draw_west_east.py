@@ -7,15 +7,9 @@ Before: 02_ddp_mp/west_and_east.py
 Next: README.md of the whole repository, which shows the picture.
 """
 
-import argparse
 import io
-import os
 import signal
 from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")  # draw into a file; no window, no display needed
 
 import matplotlib.pyplot as plt
 import torch
@@ -23,11 +17,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LightSource, LinearSegmentedColormap
 from PIL import Image
 
-from options import refuse
+from pictures import new_picture, picture_parser
 from terrain import Terrain, load_terrain
 from west_and_east import read_steps, train_both
 
-PICTURE = Path(__file__).resolve().parent.parent / "assets" / "02_west_east.png"
 INK, GREY = "#222222", "#666666"
 # The ranks' two colours, by Okabe and Ito, whom people of any colour vision can follow,
 # and the second one darker: on white, words need more contrast than bars.
@@ -70,8 +63,8 @@ def label_half(axes: Axes, half: int, rank: int | None, above: str, off: float) 
     axes.add_patch(strip).set(transform=axes.transAxes, clip_on=False)
     middle, below = half / 2 + 0.25, f"off by {off:.0f} m"
     place = {"transform": axes.transAxes, "ha": "center"}
-    look = {"fontsize": 9.8, "weight": weight, "color": INK}
-    axes.text(middle, 1.052, above, fontsize=9, color=word, va="bottom", **place)
+    look = {"fontsize": 11, "weight": weight, "color": INK}
+    axes.text(middle, 1.052, above, fontsize=10.5, color=word, va="bottom", **place)
     axes.text(middle, -0.03, below, va="top", **look, **place)
 
 
@@ -85,7 +78,7 @@ def draw_four(terrain: Terrain, maps: torch.Tensor, errors: torch.Tensor) -> plt
     """
     truth = terrain.metres(terrain.heights)
     lowest, highest = truth.min().item(), truth.max().item()
-    figure, row = plt.subplots(1, 4, figsize=(8.5, 3.12), dpi=180, facecolor="white")
+    figure, row = new_picture(3.66, columns=4)
     figure.subplots_adjust(left=0.005, right=0.995, top=0.82, bottom=0.1, wspace=0.05)
     for axes, title, drawn in zip(
         row,
@@ -94,7 +87,7 @@ def draw_four(terrain: Terrain, maps: torch.Tensor, errors: torch.Tensor) -> plt
         strict=True,
     ):
         draw_map(axes, terrain.metres(drawn), lowest, highest)
-        axes.set_title(title, fontsize=12, weight="bold", color=INK, pad=22)
+        axes.set_title(title, fontsize=13, weight="bold", pad=25)
     for column, axes in enumerate(row[1:]):
         axes.axvline(terrain.shape[1] // 2 - 0.5, color="white", lw=0.8, ls=(0, (4, 3)))
         for half in (0, 1):
@@ -109,7 +102,7 @@ def draw_four(terrain: Terrain, maps: torch.Tensor, errors: torch.Tensor) -> plt
     scale = row[0].inset_axes([0.26, -0.082, 0.43, 0.045])
     scale.imshow([range(256)], EARTH, aspect="auto")
     scale.set_axis_off()
-    place = {"transform": row[0].transAxes, "fontsize": 9.8, "color": INK, "va": "top"}
+    place = {"transform": row[0].transAxes, "fontsize": 11, "color": INK, "va": "top"}
     row[0].text(0, -0.03, f"{lowest:.0f} m", **place)
     row[0].text(1, -0.03, f"{highest:.0f} m", ha="right", **place)
     return figure
@@ -118,7 +111,7 @@ def draw_four(terrain: Terrain, maps: torch.Tensor, errors: torch.Tensor) -> plt
 def save_small(figure: plt.Figure, path: Path) -> None:
     """Save with a palette of 256 colours: a hillshade's file is four times as large."""
     drawn = io.BytesIO()
-    figure.savefig(drawn, metadata={})
+    figure.savefig(drawn)
     picture = Image.open(drawn).convert("RGB")
     few = picture.quantize(
         256, method=Image.Quantize.MAXCOVERAGE, kmeans=2, dither=Image.Dither.NONE
@@ -129,17 +122,10 @@ def save_small(figure: plt.Figure, path: Path) -> None:
 def main() -> None:
     """Refuse what cannot work, train, draw."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    parser = argparse.ArgumentParser(description="Draw what two ranks know of a map.")
-    parser.add_argument("--out", type=Path, default=PICTURE, help="PNG file to write")
-    args = read_steps(parser)
-    folder = args.out.resolve().parent
-    if not folder.is_dir():
-        refuse(f"there is no folder {args.out.parent}")
-    if not os.access(folder, os.W_OK) or args.out.is_dir():
-        refuse(f"cannot write to {args.out}")
+    args = read_steps(picture_parser("Draw what two ranks know of a map."))
     maps, errors = train_both(args.steps)
-    save_small(draw_four(load_terrain(), maps, errors), args.out)
-    print(f"wrote {args.out.name}")
+    save_small(draw_four(load_terrain(), maps, errors), args.out / "02_west_east.png")
+    print("wrote 02_west_east.png")
 
 
 if __name__ == "__main__":

@@ -7,22 +7,14 @@ Before: 03_ddp_torchrun/scaling.py
 Next: 03_ddp_torchrun/MACHINES.md, which shows the picture.
 """
 
-import argparse
-import json
-import sys
-from pathlib import Path
 from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")  # draw into a file; no window, no display needed
 
 import matplotlib.pyplot as plt
 
+from pictures import new_picture, numbers_from, picture_parser, save_picture
 from scaling_rows import TOKENS, errors_unseen
 from step_model import step_ms
 
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 KINDS = {  # marker, line, label
@@ -52,12 +44,12 @@ def draw_measured(axes: plt.Axes, found: dict[str, dict[str, Any]]) -> None:
         axes.plot([], [], style, marker=marker, color="#555555", label=label)
     axes.set_xlabel("ranks")
     axes.set_ylabel("thousand tokens per second")
-    axes.set_ylim(0, 85)  # room for the legend
+    axes.set_ylim(0, 95)  # room for the legend
     axes.set_xticks([1, 2, 3, 4])
     off = max(abs(error) for one in found.values() for error in errors_unseen(one))
     title = f"measured (marks), predicted (lines), up to {off:.0%} off"
-    axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=8, loc="upper center", borderaxespad=0)
+    axes.set_title(title)
+    axes.legend(loc="upper center")
 
 
 def draw_far(axes: plt.Axes, found: dict[str, dict[str, Any]]) -> None:
@@ -82,37 +74,28 @@ def draw_far(axes: plt.Axes, found: dict[str, dict[str, Any]]) -> None:
     axes.set_ylim(0, 105)
     axes.set_xlabel("ranks, each with a core of its own")
     axes.set_ylabel("efficiency of weak scaling, %")
-    axes.set_title("predicted, beyond what was run", fontsize=10)
-    axes.legend(fontsize=8, loc="upper right")
+    axes.set_title("predicted, beyond what was run")
+    axes.legend(loc="upper right")
 
 
 def main() -> None:
     """Read the numbers, check them, draw them."""
-    parser = argparse.ArgumentParser(description="Draw what scaling.py measured.")
-    add = parser.add_argument
-    add("--numbers", type=Path, default=ASSETS / "03_scaling.json", help="JSON")
-    add("--out", type=Path, default=ASSETS, help="folder to write to")
+    parser = picture_parser("Draw what scaling.py measured.", "03_scaling.json")
     args = parser.parse_args()
-    if not args.out.is_dir():
-        sys.exit(f"draw_scaling.py: there is no folder {args.out}")
-    if not args.numbers.is_file():
-        sys.exit(f"draw_scaling.py: there is no file {args.numbers}")
-    found = json.loads(args.numbers.read_text())
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 4.2), dpi=110)
-    figure.patch.set_facecolor("white")
-    draw_measured(left, found)
-    draw_far(right, found)
+    figure, (left, right) = new_picture(4.6, columns=2)
+    with numbers_from("scaling.py"):
+        draw_measured(left, args.numbers)
+        draw_far(right, args.numbers)
+        off = [one for each in args.numbers.values() for one in errors_unseen(each)]
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    off = [one for each in found.values() for one in errors_unseen(each)]
     worst = max(off, key=abs)
     if abs(worst) > LIMIT:
         raise RuntimeError(
             f"a drawn prediction is {worst:+.0%} off (limit {LIMIT:.0%})"
         )
-    figure.savefig(args.out / "03_scaling.png", metadata={})
+    save_picture(figure, args.out, "03_scaling.png")
     print(
         f"check: {len(off)} steps of ranks that the fit has not seen are predicted "
         f"within {abs(worst):.0%} (limit {LIMIT:.0%}); wrote 03_scaling.png"

@@ -7,22 +7,14 @@ Before: 03_ddp_torchrun/slow_link.py
 Next: 03_ddp_torchrun/MACHINES.md, which shows the picture.
 """
 
-import argparse
-import json
 import statistics
-import sys
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")  # draw into a file; no window, no display needed
 
 import matplotlib.pyplot as plt
 
 from link_rows import ON_THE_WIRE, TIME_LIMIT, WAYS, Row
 from network import bits_per_second
+from pictures import new_picture, numbers_from, picture_parser, save_picture
 
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 LOOKS = {
     "float32": ("#D55E00", "o", "float32, one batch a step"),
@@ -33,8 +25,7 @@ LOOKS = {
 
 def draw_times(rows: list[Row]) -> plt.Figure:
     """Plot the measured times as marks, and bytes / rate + computing as lines."""
-    figure, axes = plt.subplots(figsize=(8, 4.4), dpi=110)
-    figure.patch.set_facecolor("white")
+    figure, axes = new_picture(4.8)
     compute = statistics.median(row.compute_ms for row in rows)
     rates = [10 ** (exponent / 50) for exponent in range(70, 161)]  # in Mbit/s
     for way, (colour, marker, label) in LOOKS.items():
@@ -57,28 +48,23 @@ def draw_times(rows: list[Row]) -> plt.Figure:
     axes.set_ylim(compute * 0.7, None)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.set_title("measured (marks), computing + bytes / rate (lines)", fontsize=10)
-    axes.legend(fontsize=9)
+    axes.set_title("measured (marks), computing + bytes / rate (lines)")
+    axes.legend()
     figure.tight_layout()
     return figure
 
 
 def main() -> None:
     """Read the numbers, check them, draw them."""
-    parser = argparse.ArgumentParser(description="Draw what slow_link.py measured.")
-    add = parser.add_argument
-    add("--numbers", type=Path, default=ASSETS / "03_slow_link.json", help="JSON")
-    add("--out", type=Path, default=ASSETS, help="folder to write to")
+    parser = picture_parser("Draw what slow_link.py measured.", "03_slow_link.json")
     args = parser.parse_args()
-    if not args.out.is_dir():
-        sys.exit(f"draw_slow_link.py: there is no folder {args.out}")
-    if not args.numbers.is_file():
-        sys.exit(f"draw_slow_link.py: there is no file {args.numbers}")
-    rows = [Row(**row) for row in json.loads(args.numbers.read_text())]
-    off = [abs(row.measured_ms / row.predicted_ms - 1) for row in rows]
+    with numbers_from("slow_link.py"):
+        rows = [Row(**row) for row in args.numbers]
+        off = [abs(row.measured_ms / row.predicted_ms - 1) for row in rows]
+        figure = draw_times(rows)
     if max(off) > TIME_LIMIT:
         raise RuntimeError(f"a drawn time is {max(off):.0%} away from its line")
-    draw_times(rows).savefig(args.out / "03_slow_link.png", metadata={})
+    save_picture(figure, args.out, "03_slow_link.png")
     print(
         f"check: {len(rows)} times are within {max(off):.0%} of their lines "
         f"(limit {TIME_LIMIT:.0%}); wrote 03_slow_link.png"

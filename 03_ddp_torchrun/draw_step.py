@@ -7,23 +7,16 @@ Before: 03_ddp_torchrun/train.py
 Next: 03_ddp_torchrun/README.md, which shows the picture.
 """
 
-import argparse
-import sys
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")  # draw into a file; no window, no display needed
-
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
 from torch.utils.data import DistributedSampler
 
+from pictures import new_drawing, picture_parser, save_picture
+
 # Two colours that people with any colour vision tell apart (Okabe and Ito).
 COLOURS = ["#0072B2", "#E69F00"]
 INK = "#222222"
-PICTURE = Path(__file__).resolve().parent.parent / "assets" / "03_step.png"
 
 
 def box(axes: Axes, x: float, y: float, text: str, colour: str, width: float) -> None:
@@ -49,11 +42,7 @@ def draw_step(
         gradients: the gradient that each rank finds.
         mean: what both hold after the all-reduce.
     """
-    figure, axes = plt.subplots(figsize=(10, 3.6), dpi=110)
-    figure.patch.set_facecolor("white")
-    axes.set_xlim(0, 12.2)
-    axes.set_ylim(-0.6, 3.4)
-    axes.axis("off")
+    figure, axes = new_drawing(3.4, (-0.1, 12.2), (-0.4, 3.6))
     headings = [
         "shuffled samples, dealt in turn",
         "same weights",
@@ -83,11 +72,7 @@ def draw_step(
 
 def main() -> None:
     """Take a real step of a model with one weight, draw it, check it."""
-    parser = argparse.ArgumentParser(description="Draw the chapter's picture.")
-    parser.add_argument("--out", type=Path, default=PICTURE, help="PNG file to write")
-    out = parser.parse_args().out
-    if not out.parent.is_dir():
-        sys.exit(f"draw_step.py: there is no folder {out.parent}")
+    out = picture_parser("Draw the chapter's picture.").parse_args().out
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 8, generator=generator)
     weight = torch.zeros((), requires_grad=True)
@@ -103,9 +88,9 @@ def main() -> None:
     error = abs(mean - gradient(deck))
     if sorted(dealt[0] + dealt[1]) != deck or error > 1e-6:
         raise RuntimeError(f"the picture would lie: {dealt}, {error}")
-    draw_step(dealt, gradients, mean).savefig(out, bbox_inches="tight", metadata={})
+    save_picture(draw_step(dealt, gradients, mean), out, "03_step.png")
     print(
-        f"check: the mean of both gradients is that of all 8 samples; wrote {out.name}"
+        "check: the mean of both gradients is that of all 8 samples; wrote 03_step.png"
     )
 
 

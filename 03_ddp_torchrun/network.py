@@ -24,6 +24,7 @@ from typing import NoReturn
 
 INSIDE = "LAB_INSIDE"  # set in the processes of a laboratory
 TOOLS = ("unshare", "nsenter", "setpriv", "ip", "tc")
+SYSTEM_FOLDERS = "/usr/sbin:/sbin"  # tc is there; Debian lets only root's PATH name it
 INTERFACE = "eth0"  # every host's end of its cable
 # What `unshare` gives a process of its own: interfaces, name, process numbers, mounts.
 OWN = ["--net", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child=KILL"]
@@ -81,6 +82,9 @@ def own_world() -> list[str]:
     """
     if sys.platform != "linux":
         raise OSError("a laboratory is made of Linux namespaces")
+    path = os.environ.get("PATH", os.defpath)
+    if SYSTEM_FOLDERS not in path:
+        os.environ["PATH"] = f"{path}:{SYSTEM_FOLDERS}"
     if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
         raise OSError(f"not found: {', '.join(missing)}; apt install iproute2")
     # Who is not root can be root in a world of their own, if the system allows it.

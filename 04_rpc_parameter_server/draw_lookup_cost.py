@@ -8,18 +8,17 @@ Before: 04_rpc_parameter_server/lookup_cost.py
 Next: 04_rpc_parameter_server/README.md, which shows the picture.
 """
 
-import argparse
-import json
-import sys
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")  # draw into a file; no window, no display needed
-
 import matplotlib.pyplot as plt
 
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
+from pictures import (
+    ASSETS,
+    new_picture,
+    numbers_from,
+    picture_parser,
+    read_json,
+    save_picture,
+)
+
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 LOOKS = {
     "whole table": ("#D55E00", "s"),
@@ -37,8 +36,7 @@ def draw_costs(near: dict, far: dict) -> tuple[plt.Figure, int]:
         The figure, and how many counts on the wire are below those in the tensors,
         which cannot be.
     """
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4.2), dpi=100)
-    figure.patch.set_facecolor("white")
+    figure, axes = new_picture(4.2, columns=3)
     impossible = 0
     sizes = [one["batch_size"] for one in near["sizes"]]
     for way, (colour, marker) in LOOKS.items():
@@ -48,7 +46,7 @@ def draw_costs(near: dict, far: dict) -> tuple[plt.Figure, int]:
         impossible += sum(w < t for w, t in zip(wire, tensors, strict=True))
         if way not in ("one call", "ahead"):  # as many bytes as "sums"
             axes[0].plot(sizes, tensors, color=colour, lw=1.5)
-            axes[0].plot(sizes, wire, marker, color=colour, ms=6, label=way)
+            axes[0].plot(sizes, wire, marker, color=colour, ms=6)
     for panel, run in ((axes[1], near), (axes[2], far)):
         for way, (colour, marker) in LOOKS.items():
             ms = [one["ways"][way]["ms"] for one in run["sizes"]]
@@ -57,42 +55,34 @@ def draw_costs(near: dict, far: dict) -> tuple[plt.Figure, int]:
         panel.plot(sizes, alone, "--", color="#222222", lw=1.2, label="one process")
         panel.set_ylabel("ms in a step")
         panel.set_ylim(bottom=0)
-    axes[0].set_title("bytes: tensors (lines), on the wire (marks)", fontsize=10)
+    axes[0].set_title("tensors (lines), wire (marks)")
     axes[0].set_ylabel("bytes in a step")
     axes[0].set_yscale("log")
-    axes[1].set_title("time, on one machine", fontsize=10)
-    axes[2].set_title(f"each answer held back {far['latency_ms']:g} ms", fontsize=10)
+    axes[1].set_title("time, on one machine")
+    axes[2].set_title(f"each answer held back {far['latency_ms']:g} ms")
     for panel in axes:
         panel.set_xscale("log", base=2)
         panel.set_xticks(sizes, [str(size_of_batch) for size_of_batch in sizes])
         panel.set_xlabel("bags in a batch")
         panel.grid(alpha=0.3)
-    axes[0].legend(fontsize=9)
-    # Above the line of one process, below the others.
-    axes[2].legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 0.03))
-    figure.tight_layout()
+    names = axes[2].get_legend_handles_labels()
+    figure.legend(*names, loc="upper center", ncols=len(names[0]), frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.92))
     return figure, impossible
 
 
 def main() -> None:
     """Read the numbers, check them, draw them."""
-    parser = argparse.ArgumentParser(description="Draw what lookup_cost.py measured.")
-    add = parser.add_argument
-    add("--numbers", type=Path, default=ASSETS / "04_lookup_cost.json", help="JSON")
-    add("--far", type=Path, default=ASSETS / "04_lookup_cost_5ms.json", help="JSON")
-    add("--out", type=Path, default=ASSETS, help="folder to write to")
+    parser = picture_parser("Draw what lookup_cost.py measured.", "04_lookup_cost.json")
+    far = str(ASSETS / "04_lookup_cost_5ms.json")
+    parser.add_argument("--far", type=read_json, default=far, help="and with a delay")
     args = parser.parse_args()
-    if not args.out.is_dir():
-        sys.exit(f"draw_lookup_cost.py: there is no folder {args.out}")
-    for path in (args.numbers, args.far):
-        if not path.is_file():
-            sys.exit(f"draw_lookup_cost.py: there is no file {path}")
-    near, far = (json.loads(path.read_text()) for path in (args.numbers, args.far))
-    figure, impossible = draw_costs(near, far)
+    with numbers_from("lookup_cost.py"):
+        figure, impossible = draw_costs(args.numbers, args.far)
     if impossible:
         raise RuntimeError(f"{impossible} counts on the wire are less than the tensors")
-    figure.savefig(args.out / "04_lookup_cost.png", metadata={})
-    marks = len(LOOKS) * len(near["sizes"])
+    save_picture(figure, args.out, "04_lookup_cost.png")
+    marks = len(LOOKS) * len(args.numbers["sizes"])
     print(f"check: {marks} counts hold their tensors; wrote 04_lookup_cost.png")
 
 

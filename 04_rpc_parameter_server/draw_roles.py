@@ -7,25 +7,17 @@ Before: 04_rpc_parameter_server/train.py
 Next: 04_rpc_parameter_server/README.md, which shows the picture.
 """
 
-import argparse
-import sys
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")  # draw into a file; no window, no display needed
-
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from data import PACKAGES, ROWS
 from model import WIDTH, Table, dense_part
+from pictures import new_drawing, picture_parser, save_picture
 
 # Colours that people with any colour vision tell apart (Okabe and Ito).
 TRAINERS = ["#0072B2", "#E69F00"]
 SERVER, MASTER = "#009E73", "#777777"
 INK = "#222222"
-PICTURE = Path(__file__).resolve().parent.parent / "assets" / "04_roles.png"
 
 
 def role_box(
@@ -59,11 +51,7 @@ def pointer(
 
 def draw_roles(numbers_in_table: int, numbers_in_dense: int) -> plt.Figure:
     """Lay out the server on the left, two trainers beside it, the master above."""
-    figure, axes = plt.subplots(figsize=(10, 4.6), dpi=110)
-    figure.patch.set_facecolor("white")
-    axes.set_xlim(0, 12.2)
-    axes.set_ylim(-1.0, 5.2)
-    axes.axis("off")
+    figure, axes = new_drawing(4.6, (-0.1, 12.3), (-1.1, 5.3))
     role_box(axes, (1.7, 1.6), (1.6, 1.0), SERVER)
     write(axes, 1.7, 2.25, "parameter server", bold=True)
     write(axes, 1.7, 1.5, f"table: {ROWS:,} rows\nof {WIDTH} numbers\n")
@@ -95,20 +83,16 @@ def draw_roles(numbers_in_table: int, numbers_in_dense: int) -> plt.Figure:
 
 def main() -> None:
     """Count the model's numbers, draw, check."""
-    parser = argparse.ArgumentParser(description="Draw the chapter's first picture.")
-    parser.add_argument("--out", type=Path, default=PICTURE, help="PNG file to write")
-    out = parser.parse_args().out
-    if not out.parent.is_dir():
-        sys.exit(f"draw_roles.py: there is no folder {out.parent}")
+    out = picture_parser("Draw the chapter's first picture.").parse_args().out
     table, dense = (
         sum(p.numel() for p in part.parameters())
         for part in (Table(ROWS, WIDTH, 0), dense_part(WIDTH, len(PACKAGES), 0))
     )
-    draw_roles(table, dense).savefig(out, bbox_inches="tight", metadata={})
+    save_picture(draw_roles(table, dense), out, "04_roles.png")
     print(
         f"check: {table:,} numbers in the table, {dense:,} in the dense part; ", end=""
     )
-    print(f"wrote {out.name}")
+    print("wrote 04_roles.png")
 
 
 if __name__ == "__main__":

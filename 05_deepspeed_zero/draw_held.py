@@ -7,21 +7,13 @@ Before: 05_deepspeed_zero/held.py
 Next: 05_deepspeed_zero/sent.py
 """
 
-import argparse
-import json
-import sys
-from pathlib import Path
 from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")  # draw into a file; no window, no display needed
 
 import matplotlib.pyplot as plt
 
 from paper import KINDS, PRECISIONS, bytes_held
+from pictures import new_picture, numbers_from, picture_parser, save_picture
 
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 COLOURS = {"parameters": "#0072B2", "gradients": "#E69F00", "optimizer": "#009E73"}
 COLOURS |= {"buckets, gathered": "#CC79A7"}
@@ -38,8 +30,7 @@ def bar_heights(result: dict[str, Any]) -> dict[str, float]:
 
 def draw_bars(numbers: dict[str, Any]) -> tuple[Any, int, float]:
     """Plot rank 0's counts; return the figure, the bars, the largest distance."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.4), dpi=110, sharey=True)
-    figure.patch.set_facecolor("white")
+    figure, axes = new_picture(4.6, columns=2, sharey=True)
     worlds = sorted(numbers, key=int)
     bars, worst = 0, 0.0
     for axis, precision in zip(axes, PRECISIONS, strict=True):
@@ -51,11 +42,11 @@ def draw_bars(numbers: dict[str, Any]) -> tuple[Any, int, float]:
                 for kind, height in bar_heights(result).items():
                     axis.bar(x, height, 0.18, bottom, color=COLOURS[kind])
                     bottom += height
-                axis.text(x, bottom + 0.15, world, ha="center", fontsize=8)
+                axis.text(x, bottom + 0.3, world, ha="center", fontsize=10)
                 paper = sum(bytes_held(n, stage, int(world), precision).values()) / n
                 axis.plot([x - 0.09, x + 0.09], [paper] * 2, color="#222222", lw=1.5)
                 bars, worst = bars + 1, max(worst, abs(bottom / paper - 1))
-        axis.set_title(TITLES[precision], fontsize=11)
+        axis.set_title(TITLES[precision])
         axis.set_xticks(range(4), [f"stage {stage}" for stage in range(4)])
         axis.set_xlabel("above each bar: the number of ranks")
         axis.grid(axis="y", alpha=0.3)
@@ -66,30 +57,19 @@ def draw_bars(numbers: dict[str, Any]) -> tuple[Any, int, float]:
     ]
     handles.append(plt.Line2D([], [], color="#222222", lw=1.5))
     axes[0].set_ylim(0, 25)
-    axes[1].legend(
-        handles, [*COLOURS, "formula"], fontsize=9, ncols=2, loc="upper right"
-    )
+    axes[1].legend(handles, [*COLOURS, "formula"], ncols=2, loc="upper right")
     figure.tight_layout()
     return figure, bars, worst
 
 
 def main() -> None:
     """Read the numbers, draw them, check them."""
-    parser = argparse.ArgumentParser(description="Draw what held.py counted.")
-    add = parser.add_argument
-    add("--numbers", type=Path, default=ASSETS / "05_held.json", help="a JSON file")
-    add("--out", type=Path, default=ASSETS, help="folder to write to")
-    args = parser.parse_args()
-    if not args.out.is_dir():
-        sys.exit(f"draw_held.py: there is no folder {args.out}")
-    try:
-        numbers = json.loads(args.numbers.read_text())
-        figure, bars, worst = draw_bars(numbers)
-    except (OSError, ValueError, KeyError):
-        sys.exit(f"draw_held.py: {args.numbers} is no file that held.py --json wrote")
+    args = picture_parser("Draw what held.py counted.", "05_held.json").parse_args()
+    with numbers_from("held.py --json"):
+        figure, bars, worst = draw_bars(args.numbers)
     if worst > 0.05:
         raise RuntimeError(f"a bar is {worst:.0%} away from the formula")
-    figure.savefig(args.out / "05_held.png", metadata={})
+    save_picture(figure, args.out, "05_held.png")
     print(f"check: {bars} bars are at most {worst:.1%} above the formula; 05_held.png")
 
 

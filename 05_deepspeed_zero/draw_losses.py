@@ -7,20 +7,12 @@ Before: 05_deepspeed_zero/losses.py
 Next: 05_deepspeed_zero/checkpoints.py
 """
 
-import argparse
-import json
-import sys
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")  # draw into a file; no window, no display needed
-
 import matplotlib.pyplot as plt
+
+from pictures import new_picture, numbers_from, picture_parser, save_picture
 
 # Colours that people with any colour vision tell apart (Okabe and Ito).
 COLOURS = ["#222222", "#0072B2", "#E69F00", "#009E73", "#CC79A7"]
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 
 def differences(losses: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -34,8 +26,7 @@ def differences(losses: dict[str, list[float]]) -> dict[str, list[float]]:
 
 def draw_curves(losses: dict[str, list[float]], ranks: int) -> plt.Figure:
     """Draw the curves on the left, and their distance from the first on the right."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), dpi=110)
-    figure.patch.set_facecolor("white")
+    figure, (left, right) = new_picture(4.2, columns=2)
     apart = differences(losses)
     for number, (name, curve) in enumerate(losses.items()):
         steps = range(1, len(curve) + 1)
@@ -49,12 +40,12 @@ def draw_curves(losses: dict[str, list[float]], ranks: int) -> plt.Figure:
             right.plot(steps, [max(x, 1e-8) for x in apart[name]], **style)
     left.set_title(f"{len(losses)} curves, {ranks} ranks")
     left.set_ylabel("mean loss over the ranks, nats per byte")
-    for line in left.legend(fontsize=7).get_lines():
+    for line in left.legend(fontsize=9).get_lines():
         line.set_linewidth(2)  # and not as wide as the curve
     right.set_yscale("log")
     right.set_ylim(5e-9, 1e1)
     right.axhline(1.2e-7 * 4, color="#888888", linestyle="--", linewidth=1)
-    right.text(1, 6e-7, "spacing of float32 near 4", fontsize=8, color="#555555")
+    right.text(1, 6e-7, "spacing of float32 near 4", fontsize=10, color="#555555")
     right.set_title("the same, as the distance from the first")
     right.set_ylabel("nats per byte; equal is drawn as 1e-8")
     for axes in (left, right):
@@ -66,28 +57,16 @@ def draw_curves(losses: dict[str, list[float]], ranks: int) -> plt.Figure:
 
 def main() -> None:
     """Read the file, draw it, and say how far apart the curves are."""
-    parser = argparse.ArgumentParser(description="Draw the measured losses.")
-    source, picture = ASSETS / "05_losses.json", ASSETS / "05_losses.png"
-    parser.add_argument("--numbers", type=Path, default=source, help="JSON to read")
-    parser.add_argument("--out", type=Path, default=picture, help="PNG file to write")
-    args = parser.parse_args()
-    if not args.out.parent.is_dir():
-        sys.exit(f"draw_losses.py: there is no folder {args.out.parent}")
-    try:
-        record = json.loads(args.numbers.read_text())
-        losses, ranks = record["losses"], record["ranks"]
-    except (OSError, ValueError, KeyError):
-        sys.exit(
-            f"draw_losses.py: {args.numbers} is no file that losses.py --save wrote"
-        )
-    largest = max(max(curve) for curve in differences(losses).values())
-    draw_curves(losses, ranks).savefig(args.out, metadata={})
+    args = picture_parser("Draw the measured losses.", "05_losses.json").parse_args()
+    with numbers_from("losses.py --save"):
+        losses = args.numbers["losses"]
+        largest = max(max(curve) for curve in differences(losses).values())
+        figure = draw_curves(losses, args.numbers["ranks"])
+    save_picture(figure, args.out, "05_losses.png")
     if not largest < 1e-5:
         raise RuntimeError(f"the curves are {largest} apart")
-    print(
-        f"check: {len(losses)} curves, at most {largest:.0e} apart; wrote "
-        f"{args.out.name}"
-    )
+    told = f"{len(losses)} curves, at most {largest:.0e} apart"
+    print(f"check: {told}; wrote 05_losses.png")
 
 
 if __name__ == "__main__":

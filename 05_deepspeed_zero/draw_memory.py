@@ -7,16 +7,9 @@ Before: 05_deepspeed_zero/will_it_fit.py
 Next: 05_deepspeed_zero/held.py, which counts it in a running process.
 """
 
-import argparse
-import sys
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")  # draw into a file; no window, no display needed
-
 import matplotlib.pyplot as plt
 
+from pictures import new_picture, picture_parser, save_picture
 from will_it_fit import SHAPES, Job, bytes_on_a_rank, named_shape, tensor_sizes_of
 
 SHAPE = "1.5B"
@@ -28,7 +21,6 @@ COLOURS = {
     "activations": "#CC79A7",
 }
 DARK = ("#0072B2", "#009E73")  # on which white is easier to read
-PICTURE = Path(__file__).resolve().parent.parent / "assets" / "05_memory.png"
 
 
 def bars() -> dict[str, dict[str, float]]:
@@ -46,8 +38,7 @@ def bars() -> dict[str, dict[str, float]]:
 
 def draw_kinds(found: dict[str, dict[str, float]]) -> plt.Figure:
     """Stack the kinds, a bar for each way to train."""
-    figure, axes = plt.subplots(figsize=(9, 2.9), dpi=110)
-    figure.patch.set_facecolor("white")
+    figure, axes = new_picture(3.4)
     for row, held in enumerate(found.values()):
         left = 0.0
         for kind, amount in held.items():
@@ -62,30 +53,25 @@ def draw_kinds(found: dict[str, dict[str, float]]) -> plt.Figure:
     axes.set_yticks(range(len(found)), list(found))
     axes.invert_yaxis()
     axes.set_xlabel("GB for one sample at a time; activations are an estimate")
-    axes.set_title(f"training {SHAPES[SHAPE][0]} in one process", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=9, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    axes.set_title(f"training {SHAPES[SHAPE][0]} in one process")
+    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.25))
     figure.tight_layout()
     return figure
 
 
 def main() -> None:
     """Work out the bars, check them, draw them."""
-    parser = argparse.ArgumentParser(description="Draw where memory goes.")
-    parser.add_argument("--out", type=Path, default=PICTURE, help="PNG file to write")
-    out = parser.parse_args().out
-    if not out.parent.is_dir():
-        sys.exit(f"draw_memory.py: there is no folder {out.parent}")
+    out = picture_parser("Draw where memory goes.").parse_args().out
     found = bars()
     count = sum(tensor_sizes_of(named_shape(SHAPE)))
     lasting = [sum(held.values()) - held["activations"] for held in found.values()]
     # Adam takes 16 bytes a parameter in float32, and as many in mixed precision.
     if any(abs(gigabytes * 1e9 / count - 16) > 1e-6 for gigabytes in lasting):
         raise RuntimeError(f"{lasting} GB are not 16 bytes for {count:,} parameters")
-    draw_kinds(found).savefig(out, metadata={})
+    save_picture(draw_kinds(found), out, "05_memory.png")
     print(
         f"check: {len(lasting)} x {lasting[0]:.1f} GB are 16 bytes for {count:,} "
-        f"parameters; wrote {out.name}"
+        f"parameters; wrote 05_memory.png"
     )
 
 

@@ -7,19 +7,12 @@ Before: 05_deepspeed_zero/same_result.py
 Next: 05_deepspeed_zero/README.md, on what the picture shows.
 """
 
-import argparse
-import json
-import sys
-from pathlib import Path
 from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")  # draw into a file; no window, no display needed
 
 import matplotlib.pyplot as plt
 
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
+from pictures import new_picture, numbers_from, picture_parser, save_picture
+
 # Colours that people with any colour vision tell apart (Okabe and Ito).
 COLOURS = ["#222222", "#0072B2", "#E69F00", "#009E73", "#CC79A7"]
 MISTAKE = "#D55E00"
@@ -40,10 +33,7 @@ def distances_of(losses: list[float], reference: list[float]) -> list[float]:
 
 def draw_all_ways(record: dict[str, Any]) -> plt.Figure:
     """Draw the curves and their distances above, what is sent and held below."""
-    figure, ((curves, apart), (sent, held)) = plt.subplots(
-        2, 2, figsize=(10, 7), dpi=110
-    )
-    figure.patch.set_facecolor("white")
+    figure, ((curves, apart), (sent, held)) = new_picture(8, 2, 2)
     ways = record["ways"]
     reference = next(iter(ways.values()))["losses"]
     steps = range(1, len(reference) + 1)
@@ -61,20 +51,22 @@ def draw_all_ways(record: dict[str, Any]) -> plt.Figure:
     curves.plot(steps, mistake, label="gradients summed: a mistake", **style)
     apart.plot(steps, [max(x, 1e-8) for x in distances_of(mistake, reference)], **style)
     curves.set_title(f"{len(ways)} ways, {record['parameters']:,} parameters")
-    curves.set_ylabel("mean loss over the batch, nats per byte")
-    for line in curves.legend(fontsize=7).get_lines():
-        line.set_linewidth(2)  # and not as wide as the curve
+    curves.set_ylabel("mean loss, nats per byte")
     apart.set_yscale("log")
     apart.set_ylim(5e-9, 1)
     apart.axhline(LIMIT, color="#888888", linestyle="--", linewidth=1)
-    apart.text(1, LIMIT * 1.3, "limit of the check", fontsize=8, color="#555555")
+    apart.text(1, LIMIT * 1.3, "limit of the check", fontsize=10, color="#555555")
     apart.set_title("the same, as the distance from one process")
     apart.set_ylabel("nats per byte; equal is drawn as 1e-8")
     for axes in (curves, apart):
         axes.set_xlabel("step")
         axes.xaxis.get_major_locator().set_params(integer=True)
     draw_bytes(sent, held, ways)
-    figure.tight_layout()
+    names = curves.get_legend_handles_labels()
+    legend = figure.legend(*names, loc="upper center", ncols=4, frameon=False)
+    for line in legend.get_lines():
+        line.set_linewidth(2)  # and not as wide as the curve
+    figure.tight_layout(rect=(0, 0, 1, 0.89))
     return figure
 
 
@@ -91,8 +83,8 @@ def draw_bytes(sent: plt.Axes, held: plt.Axes, ways: dict[str, Any]) -> None:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     sent.set_title("what differs: sent by a rank in a step")
     held.set_title("and held by a rank")
-    held.legend(fontsize=7, loc="lower right")
-    held.set_xlim(0, 1.9 * max(left))  # room for the legend
+    held.legend(loc="center right")
+    held.set_xlim(0, 2.3 * max(left))  # room for the legend
     held.set_yticklabels([])
     for axes in (sent, held):
         axes.invert_yaxis()
@@ -103,24 +95,15 @@ def draw_bytes(sent: plt.Axes, held: plt.Axes, ways: dict[str, Any]) -> None:
 
 def main() -> None:
     """Read the file, draw it, and say how far apart the curves are."""
-    parser = argparse.ArgumentParser(description="Draw what same_result.py measured.")
-    add = parser.add_argument
-    numbers = ASSETS / "05_same_result.json"
-    add("--numbers", type=Path, default=numbers, help="JSON file to read")
-    add("--out", type=Path, default=ASSETS, help="folder to write to")
-    args = parser.parse_args()
-    if not args.out.is_dir():
-        sys.exit(f"draw_same_result.py: there is no folder {args.out}")
-    try:
-        record = json.loads(args.numbers.read_text())
-        curves = [way["losses"] for way in record["ways"].values()]
-        figure = draw_all_ways(record)
-    except (OSError, ValueError, KeyError):
-        sys.exit(f"draw_same_result.py: {args.numbers} is not from same_result.py")
+    numbers = "05_same_result.json"
+    args = picture_parser("Draw what same_result.py measured.", numbers).parse_args()
+    with numbers_from("same_result.py"):
+        curves = [way["losses"] for way in args.numbers["ways"].values()]
+        figure = draw_all_ways(args.numbers)
     largest = max(max(distances_of(curve, curves[0])) for curve in curves)
     if not largest <= LIMIT:
         raise RuntimeError(f"the curves are {largest} apart")
-    figure.savefig(args.out / "05_same_result.png", metadata={})
+    save_picture(figure, args.out, "05_same_result.png")
     print(
         f"check: {len(curves)} curves, at most {largest:.0e} apart; 05_same_result.png"
     )

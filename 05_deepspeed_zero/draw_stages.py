@@ -7,16 +7,10 @@ Before: 05_deepspeed_zero/README.md
 Next: 05_deepspeed_zero/stage_0.py
 """
 
-import argparse
-import sys
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")  # draw into a file; no window, no display needed
-
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+
+from pictures import new_drawing, picture_parser, save_picture
 
 # Colours that people with any colour vision tell apart (Okabe and Ito).
 COLOURS = {"weights": "#0072B2", "gradients": "#E69F00", "Adam's states": "#009E73"}
@@ -26,7 +20,6 @@ VALUES = {"weights": 1, "gradients": 1, "Adam's states": 2}
 DIVIDED_FROM = {"weights": 3, "gradients": 2, "Adam's states": 1}
 RANKS = 2
 INK = "#222222"
-PICTURE = Path(__file__).resolve().parent.parent / "assets" / "05_stages.png"
 
 
 def kept(kind: str, stage: int, rank: int) -> tuple[float, float]:
@@ -60,11 +53,7 @@ def draw_kept(axes: Axes, left: float, y: float, stage: int, rank: int) -> None:
 
 def draw_stages() -> plt.Figure:
     """Lay out a row for each stage and a column for each rank."""
-    figure, axes = plt.subplots(figsize=(10, 3.8), dpi=110)
-    figure.patch.set_facecolor("white")
-    axes.set_xlim(0, 12.6)
-    axes.set_ylim(-0.9, 4.3)
-    axes.axis("off")
+    figure, axes = new_drawing(3.8, (-0.1, 11.9), (-0.9, 4.4))
     for rank in range(RANKS):
         left = 1.4 + 5.6 * rank
         axes.text(
@@ -91,11 +80,7 @@ def draw_stages() -> plt.Figure:
 
 def main() -> None:
     """Draw, and check that no part is lost and none is kept twice where divided."""
-    parser = argparse.ArgumentParser(description="Draw the chapter's picture.")
-    parser.add_argument("--out", type=Path, default=PICTURE, help="PNG file to write")
-    out = parser.parse_args().out
-    if not out.parent.is_dir():
-        sys.exit(f"draw_stages.py: there is no folder {out.parent}")
+    out = picture_parser("Draw the chapter's picture.").parse_args().out
     bytes_kept = []
     for stage in range(4):
         total = 0.0
@@ -106,10 +91,10 @@ def main() -> None:
                 raise RuntimeError(f"the picture would lie: {kind}, stage {stage}")
             total += 4 * values * copies / RANKS
         bytes_kept.append(f"{total:g}")
-    draw_stages().savefig(out, bbox_inches="tight", metadata={})
+    save_picture(draw_stages(), out, "05_stages.png")
     print(
         f"check: {', '.join(bytes_kept)} bytes a parameter on each of {RANKS} ranks in "
-        f"stages 0 to 3; wrote {out.name}"
+        f"stages 0 to 3; wrote 05_stages.png"
     )
 
 

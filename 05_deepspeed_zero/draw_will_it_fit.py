@@ -8,21 +8,12 @@ Before: 05_deepspeed_zero/will_it_fit.py
 Next: 05_deepspeed_zero/README.md, which shows the picture.
 """
 
-import argparse
-import sys
-from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # draw into a file; no window, no display needed
-
-import matplotlib.pyplot as plt
-
 from paper import bytes_held
+from pictures import new_picture, picture_parser, save_picture
 from will_it_fit import SHAPES, WORLDS, named_shape, tensor_sizes_of
 
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 COLOURS = ["#222222", "#E69F00", "#009E73", "#0072B2"]
 MARKERS = "so^D"
@@ -31,8 +22,7 @@ MEMORY = 80  # GB, of a common accelerator
 
 def draw_shapes() -> tuple[Any, list[list[float]]]:
     """Plot all shapes; return the figure and for each shape its lines' first points."""
-    figure, axes = plt.subplots(1, 3, figsize=(10, 4.2), dpi=110, sharey=True)
-    figure.patch.set_facecolor("white")
+    figure, axes = new_picture(4.2, columns=3, sharey=True)
     starts = []
     for axis, (name, shape) in zip(axes, SHAPES.items(), strict=True):
         total = sum(tensor_sizes_of(named_shape(name)))
@@ -63,18 +53,13 @@ def draw_shapes() -> tuple[Any, list[list[float]]]:
 
 def main() -> None:
     """Draw the lines and check where they begin."""
-    parser = argparse.ArgumentParser(description="Draw what will_it_fit.py works out.")
-    add = parser.add_argument
-    add("--out", type=Path, default=ASSETS, help="folder to write to")
-    args = parser.parse_args()
-    if not args.out.is_dir():
-        sys.exit(f"draw_will_it_fit.py: there is no folder {args.out}")
+    out = picture_parser("Draw what will_it_fit.py works out.").parse_args().out
     figure, starts = draw_shapes()
     # On one rank nothing is divided, whatever the stage.
     apart = max(abs(one / first[0] - 1) for first in starts for one in first)
     if apart > 1e-9:
         raise RuntimeError(f"the lines begin {apart:.0%} apart")
-    figure.savefig(args.out / "05_will_it_fit.png", metadata={})
+    save_picture(figure, out, "05_will_it_fit.png")
     lines = sum(map(len, starts))
     print(f"check: {lines} lines, on one rank all stages equal; 05_will_it_fit.png")
 

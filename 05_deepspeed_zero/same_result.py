@@ -170,8 +170,9 @@ def main() -> None:
 
     # Only now, and only here: no rank draws anything.
     from draw_same_result import draw_all_ways
+    from pictures import save_picture
 
-    draw_all_ways(record).savefig(out / "05_same_result.png", metadata={})
+    save_picture(draw_all_ways(record), out, "05_same_result.png")
     print(closing_lines(runs))
 
 

@@ -5,7 +5,6 @@ import warnings
 from typing import Any
 from unittest import mock
 
-import matplotlib.image
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,14 +16,9 @@ from worker_pool import WorkerPool
 CHAPTER = "01_communication"
 COLLECTIVES = ROOT / CHAPTER / "collectives.py"
 SEND_RECV = ROOT / CHAPTER / "send_recv.py"
-DRAW = ROOT / CHAPTER / "draw_collectives.py"
 NAMES = (
     "scatter, gather, broadcast, reduce, all_reduce, all_gather, all_gather_single, "
     "reduce_scatter, reduce_scatter_single, all_to_all, all_to_all_single, barrier"
-)
-PICTURES = (
-    *("scatter", "gather", "broadcast", "reduce", "all_reduce", "all_gather"),
-    *("reduce_scatter", "all_to_all", "barrier"),
 )
 
 
@@ -338,28 +332,6 @@ def test_send_recv_refuses_in_one_line(
     result = python(SEND_RECV, *words, env=environment, timeout=60)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == f"send_recv.py: {message}\n"
-
-
-# --- Pictures. ----------
-
-
-def test_pictures_are_those_of_the_script(tmp_path: Any) -> None:
-    result = python(DRAW, f"--out={tmp_path}", timeout=60)
-    assert result.stdout == "check: 9 pictures, 108 numbers, which fit together\n"
-    assert len(list(tmp_path.iterdir())) == len(PICTURES) == 9
-    for name in PICTURES:
-        committed = ROOT / "assets" / f"01_{name}.png"
-        drawn = matplotlib.image.imread(tmp_path / committed.name)
-        difference = drawn - matplotlib.image.imread(committed)
-        # Rounding in the edges of letters may differ between machines.
-        assert abs(difference).mean() < 0.001
-        assert committed.stat().st_size < 40_000
-
-
-def test_pictures_need_a_folder() -> None:
-    result = python(DRAW, "--out=nowhere", timeout=60)
-    assert result.returncode == 1
-    assert result.stderr == "draw_collectives.py: there is no folder nowhere\n"
 
 
 # --- What people get wrong. ----------

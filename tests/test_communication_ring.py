@@ -6,7 +6,6 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
-import matplotlib.image
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,12 +17,6 @@ from worker_pool import RankError, WorkerPool
 CHAPTER = "01_communication"
 MODULES = load_chapter(CHAPTER)
 RING, BANDWIDTH = MODULES["ring_all_reduce"], MODULES["bandwidth"]
-
-
-def assert_same_picture(drawn: Path) -> None:
-    """Compare with the committed picture of that name, but for the edges of letters."""
-    committed = matplotlib.image.imread(ROOT / "assets" / drawn.name)
-    assert abs(matplotlib.image.imread(drawn) - committed).mean() < 0.001
 
 
 # What runs on the ranks.
@@ -233,15 +226,6 @@ def test_ring_script_refuses(arguments: list[str], message: str) -> None:
 # The picture of the ring.
 
 
-def test_ring_picture_is_drawn_from_a_real_run(tmp_path: Path) -> None:
-    result = python(f"{CHAPTER}/draw_ring.py", f"--out={tmp_path}")
-    assert result.returncode == 0, result.output
-    assert result.stdout == (
-        "check: 12 recorded messages add up to the sum; wrote 01_ring.png\n"
-    )
-    assert_same_picture(tmp_path / "01_ring.png")
-
-
 def test_replay_rejects_a_message_that_was_not_held() -> None:
     with pytest.raises(RuntimeError, match="rank 1 sent 9, which it did not hold"):
         MODULES["draw_ring"].replay([[(1, 0, 9)]])
@@ -337,14 +321,10 @@ def test_bandwidth_script_refuses(arguments: list[str], message: str) -> None:
     assert result.stderr == f"bandwidth.py: {message}\n"
 
 
-def test_plot_and_page_show_the_committed_numbers(tmp_path: Path) -> None:
+def test_page_shows_the_committed_numbers() -> None:
     measured = json.loads((ROOT / "assets" / "01_bandwidth.json").read_text())
     assert measured["bytes"] == [2**power for power in range(10, 27, 2)]
     ways = measured["collectives"]
-    figure = MODULES["draw_bandwidth"].draw_lines(measured)
-    figure.savefig(tmp_path / "01_bandwidth.png", metadata={})
-    MODULES["draw_bandwidth"].plt.close(figure)
-    assert_same_picture(tmp_path / "01_bandwidth.png")
     # The page quotes what the run that wrote the numbers has printed.
     page = (ROOT / CHAPTER / "README.md").read_text()
     rows = [f"copy: {measured['copy_bytes_per_second'] / 1e9:.2f} GB/s on each rank"]

@@ -150,7 +150,7 @@ def test_picture_shows_the_errors_and_cuts_heights_off(tmp_path: Path) -> None:
     assert told[3] == ["rank 0's half", "off by 5 m", "rank 1's half", "off by 6 m"]
     DRAW_WEST_EAST.save_small(figure, tmp_path / "map.png")
     plt.close(figure)
-    assert Image.open(tmp_path / "map.png").size == (1530, 561)
+    assert Image.open(tmp_path / "map.png").size == (1500, 549)
 
 
 def test_heights_differ_in_lightness_evenly() -> None:
@@ -162,13 +162,6 @@ def test_heights_differ_in_lightness_evenly() -> None:
     steps = np.diff(116 * np.cbrt(luminance) - 16)  # the L of CIELAB
     assert len(steps) == 32
     assert steps.min() / steps.mean() > 0.75 and steps.max() / steps.mean() < 1.25
-
-
-def test_committed_pictures_are_small_and_readable() -> None:
-    for name, width in {"02_west_east.png": 1530, "02_timeline.png": 1105}.items():
-        path = ROOT / "assets" / name
-        assert path.stat().st_size <= 400_000
-        assert Image.open(path).width == width
 
 
 # --- Where the time goes. ----------
@@ -299,14 +292,11 @@ def test_numbers_behind_the_picture_show_what_it_says() -> None:
         (WEST_EAST, ["--steps=1"], r"--steps must be 50 to 100000, not 1"),
         (WEST_EAST, ["--stops=1"], r"unrecognized arguments: --stops=1"),
         (WEST_EAST, [], r"start it with python, not torchrun.*"),
-        (DRAW_WEST_EAST, ["--out=no/m.png"], r"there is no folder no"),
-        (DRAW_WEST_EAST, ["--out=/proc"], r"cannot write to /proc"),
+        (DRAW_WEST_EAST, ["--out=no"], r"argument --out: there is no folder no"),
         (TIMELINE, ["--bucket-mb=20"], r"32\.0 MB of gradients: .*"),
         (TIMELINE, ["--width=0"], r"argument --width: '0' is not a whole number.*"),
         (TIMELINE, ["--json=no/t.json"], r"cannot write into the folder no"),
         (TIMELINE, [], r"start it with python, not torchrun.*"),
-        (DRAW_TIMELINE, ["--out=no"], r"cannot write into a folder no"),
-        (DRAW_TIMELINE, ["--numbers=no"], r"there is no file no"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(
@@ -321,10 +311,8 @@ def test_what_cannot_work_is_said_in_one_line(
         monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as exit_info:
         module.main()
-    # A script ends with status 2 and a line of its own, or leaves the line to Python.
     line = capsys.readouterr().err
-    if exit_info.value.code != 2:
-        line = f"{exit_info.value.code}\n"
+    assert exit_info.value.code == 2
     assert re.fullmatch(rf"{module.__name__}\.py: {complaint}\n", line)
 
 

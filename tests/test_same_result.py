@@ -313,8 +313,3 @@ def test_picture_shows_what_was_measured_and_its_check_can_fail(
     (tmp_path / "wrong.json").write_text(json.dumps(record))
     with pytest.raises(RuntimeError, match="the curves are 2"):
         draw(monkeypatch, tmp_path / "wrong.json", tmp_path)
-    (tmp_path / "wrong.json").write_text("{}")
-    with pytest.raises(SystemExit, match="is not from same_result"):
-        draw(monkeypatch, tmp_path / "wrong.json", tmp_path)
-    with pytest.raises(SystemExit, match="there is no folder"):
-        draw(monkeypatch, NUMBERS, tmp_path / "nowhere")

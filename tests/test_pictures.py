@@ -1,0 +1,147 @@
+"""All pictures: drawn again they are the committed ones, and of one family."""
+
+import contextlib
+import io
+import json
+import signal
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import matplotlib.image
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from PIL import Image
+
+from launch import ROOT, python
+from scripts import load_chapter
+
+SCRIPTS = sorted(path.relative_to(ROOT) for path in ROOT.glob("0*/draw_*.py"))
+COMMITTED = sorted((ROOT / "assets").glob("*.png"))
+# These train or start ranks before they draw; the others only read or work out numbers.
+RING, TRAINS = "draw_ring.py", "draw_west_east.py"
+WITH_NUMBERS = [
+    script for script in SCRIPTS if "numbers_from" in (ROOT / script).read_text()
+]
+PICTURES = load_chapter("01_communication")["pictures"]
+
+
+@cache
+def chapter(folder: str) -> dict[str, ModuleType]:
+    return load_chapter(folder)
+
+
+def draw(script: Path, *words: str) -> str:
+    """Run a script's `main` in this process; return what it printed."""
+    module = chapter(script.parent.name)[script.stem]
+    printed, handler = io.StringIO(), signal.getsignal(signal.SIGINT)
+    with (
+        mock.patch.object(sys, "argv", [str(script), *words]),
+        contextlib.redirect_stdout(printed),
+    ):
+        module.main()
+    signal.signal(signal.SIGINT, handler)
+    plt.close("all")
+    return printed.getvalue()
+
+
+def assert_are_committed(folder: Path) -> None:
+    """Compare with the committed pictures, but for the edges of letters and lines.
+
+    A word that is another, in the smallest letters, changes one dot in a thousand.
+    """
+    drawn = list(folder.glob("*.png"))
+    assert len(drawn) in (1, 9)
+    for path in drawn:
+        committed = matplotlib.image.imread(ROOT / "assets" / path.name)
+        difference = abs(matplotlib.image.imread(path) - committed)
+        assert (difference.max(axis=-1) > 0.25).mean() < 0.0002, path.name
+
+
+@pytest.mark.parametrize(
+    "script", [one for one in SCRIPTS if one.name not in (RING, TRAINS)], ids=str
+)
+def test_a_script_draws_what_is_committed(script: Path, tmp_path: Path) -> None:
+    printed = draw(script, f"--out={tmp_path}")
+    assert printed.startswith("check: ") and printed.count("\n") == 1
+    assert_are_committed(tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert len(names) == (9 if script.name == "draw_collectives.py" else 1)
+    if script.name == "draw_collectives.py":
+        assert printed == "check: 9 pictures, 108 numbers, which fit together\n"
+
+
+def test_ring_is_drawn_from_a_real_run(tmp_path: Path) -> None:
+    result = python(f"01_communication/{RING}", f"--out={tmp_path}")
+    assert result.returncode == 0, result.output
+    assert result.stdout == (
+        "check: 12 recorded messages add up to the sum; wrote 01_ring.png\n"
+    )
+    assert_are_committed(tmp_path)
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.name)
+def test_pictures_are_of_one_family(path: Path) -> None:
+    picture = Image.open(path).convert("RGB")
+    assert picture.width == PICTURES.WIDTH * PICTURES.DPI == 1500
+    assert path.stat().st_size <= 400_000
+    # A light ground of their own, on which dark letters are read in dark mode too.
+    edges = np.asarray(picture)[[0, -1]][:, [0, -1]]
+    assert (edges == 255).all()
+
+
+def test_each_script_draws_with_the_shared_letters() -> None:
+    for script in SCRIPTS:
+        text = (ROOT / script).read_text()
+        assert "from pictures import" in text and "dpi=" not in text, script
+    assert len(SCRIPTS) == 17 and len(COMMITTED) == 25
+    copies = [path.read_text() for path in ROOT.glob("0*/pictures.py")]
+    assert len(copies) == 5 and len(set(copies)) == 1
+
+
+# --- What cannot work. ----------
+
+
+def complaint_of(script: Path, *words: str) -> str:
+    """Return the one line with which a script refuses, without its name."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as ended:
+        draw(script, *words)
+    assert ended.value.code == 2
+    name, _, complaint = said.getvalue().partition(": ")
+    assert name == script.name and complaint.count("\n") == 1
+    return complaint.strip()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+def test_a_folder_that_is_none_is_refused(script: Path) -> None:
+    assert complaint_of(script, "--out=no") == "argument --out: there is no folder no"
+    assert complaint_of(script, "--in=x") == "unrecognized arguments: --in=x"
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused() -> None:
+    said = complaint_of(SCRIPTS[0], "--out=/proc")
+    assert said.startswith("argument --out: cannot write to /proc: ")
+
+
+@pytest.mark.parametrize("script", WITH_NUMBERS, ids=str)
+def test_numbers_that_are_none_are_refused(script: Path, tmp_path: Path) -> None:
+    path, out = tmp_path / "numbers.json", f"--out={tmp_path}"
+    here = f"argument --numbers: {path}"
+    words = f"--numbers={path}", out
+    assert complaint_of(script, *words) == f"{here}: No such file or directory"
+    path.write_text("[1, 2")
+    assert complaint_of(script, *words) == f"{here} is not JSON"
+    path.write_text("{}")
+    assert complaint_of(script, *words) == f"{here} is empty"
+    others = 0
+    for other in ([1], {"a": 1}, {"a": {"rows": []}}, {"steps": {}}, "text"):
+        path.write_text(json.dumps(other))
+        said = complaint_of(script, *words)
+        assert said.startswith("argument --numbers: this is not what ")
+        others += 1
+    assert others == 5
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
