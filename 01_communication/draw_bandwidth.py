@@ -7,10 +7,15 @@ Before: 01_communication/bandwidth.py
 Next: 01_communication/README.md, which shows the picture.
 """
 
+import sys
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 import torch
 
 from bandwidth import fit_line
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "assets"))
 from pictures import new_picture, numbers_from, picture_parser, save_picture
 
 # Okabe and Ito's colours, which people with any colour vision tell apart, and ink.

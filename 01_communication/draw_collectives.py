@@ -8,12 +8,16 @@ Before: 01_communication/collectives.py
 Next: 01_communication/README.md, which shows the pictures.
 """
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from expected import EXPECTED, Row, numbers_before
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "assets"))
 from pictures import new_drawing, picture_parser, save_picture
 
 WORLD_SIZE = 3

@@ -8,6 +8,7 @@ Next: 01_communication/README.md, which shows the picture.
 """
 
 import signal
+import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -16,8 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from pictures import new_drawing, picture_parser, save_picture
 from ring_all_reduce import ring_all_reduce
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "assets"))
+from pictures import new_drawing, picture_parser, save_picture
 
 RANKS = 3
 # Two colours that people with any colour vision tell apart (Okabe and Ito), and ink.

@@ -8,9 +8,13 @@ Before: 02_ddp_mp/one_process.py
 Next: 02_ddp_mp/train.py
 """
 
+import sys
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "assets"))
 from pictures import new_picture, picture_parser, save_picture
 
 # Okabe and Ito's colours, which people with any colour vision tell apart.

@@ -7,10 +7,14 @@ Before: 02_ddp_mp/timeline.py
 Next: 02_ddp_mp/README.md, which shows the picture.
 """
 
+import sys
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "assets"))
 from pictures import new_picture, numbers_from, picture_parser, save_picture
 
 INK, GREY = "#222222", "#666666"

@@ -9,6 +9,7 @@ Next: README.md of the whole repository, which shows the picture.
 
 import io
 import signal
+import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -17,9 +18,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LightSource, LinearSegmentedColormap
 from PIL import Image
 
-from pictures import new_picture, picture_parser
 from terrain import Terrain, load_terrain
 from west_and_east import read_steps, train_both
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "assets"))
+from pictures import new_picture, picture_parser
 
 INK, GREY = "#222222", "#666666"
 # The ranks' two colours, by Okabe and Ito, whom people of any colour vision can follow,

@@ -7,13 +7,17 @@ Before: 03_ddp_torchrun/scaling.py
 Next: 03_ddp_torchrun/MACHINES.md, which shows the picture.
 """
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 
-from pictures import new_picture, numbers_from, picture_parser, save_picture
 from scaling_rows import TOKENS, errors_unseen
 from step_model import step_ms
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "assets"))
+from pictures import new_picture, numbers_from, picture_parser, save_picture
 
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")

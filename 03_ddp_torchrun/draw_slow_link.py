@@ -8,11 +8,15 @@ Next: 03_ddp_torchrun/MACHINES.md, which shows the picture.
 """
 
 import statistics
+import sys
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 
 from link_rows import ON_THE_WIRE, TIME_LIMIT, WAYS, Row
 from network import bits_per_second
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "assets"))
 from pictures import new_picture, numbers_from, picture_parser, save_picture
 
 # Okabe and Ito's colours, which people with any colour vision tell apart.

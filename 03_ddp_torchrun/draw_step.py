@@ -7,11 +7,15 @@ Before: 03_ddp_torchrun/train.py
 Next: 03_ddp_torchrun/README.md, which shows the picture.
 """
 
+import sys
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
 from torch.utils.data import DistributedSampler
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "assets"))
 from pictures import new_drawing, picture_parser, save_picture
 
 # Two colours that people with any colour vision tell apart (Okabe and Ito).

@@ -8,8 +8,12 @@ Before: 04_rpc_parameter_server/lookup_cost.py
 Next: 04_rpc_parameter_server/README.md, which shows the picture.
 """
 
+import sys
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "assets"))
 from pictures import (
     ASSETS,
     new_picture,

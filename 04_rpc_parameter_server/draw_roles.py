@@ -7,11 +7,16 @@ Before: 04_rpc_parameter_server/train.py
 Next: 04_rpc_parameter_server/README.md, which shows the picture.
 """
 
+import sys
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from data import PACKAGES, ROWS
 from model import WIDTH, Table, dense_part
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "assets"))
 from pictures import new_drawing, picture_parser, save_picture
 
 # Colours that people with any colour vision tell apart (Okabe and Ito).

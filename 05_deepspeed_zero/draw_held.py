@@ -7,11 +7,15 @@ Before: 05_deepspeed_zero/held.py
 Next: 05_deepspeed_zero/sent.py
 """
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 
 from paper import KINDS, PRECISIONS, bytes_held
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "assets"))
 from pictures import new_picture, numbers_from, picture_parser, save_picture
 
 # Okabe and Ito's colours, which people with any colour vision tell apart.

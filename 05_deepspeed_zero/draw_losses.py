@@ -7,8 +7,12 @@ Before: 05_deepspeed_zero/losses.py
 Next: 05_deepspeed_zero/checkpoints.py
 """
 
+import sys
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "assets"))
 from pictures import new_picture, numbers_from, picture_parser, save_picture
 
 # Colours that people with any colour vision tell apart (Okabe and Ito).

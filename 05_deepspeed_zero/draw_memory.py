@@ -7,10 +7,15 @@ Before: 05_deepspeed_zero/will_it_fit.py
 Next: 05_deepspeed_zero/held.py, which counts it in a running process.
 """
 
+import sys
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 
-from pictures import new_picture, picture_parser, save_picture
 from will_it_fit import SHAPES, Job, bytes_on_a_rank, named_shape, tensor_sizes_of
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "assets"))
+from pictures import new_picture, picture_parser, save_picture
 
 SHAPE = "1.5B"
 # Okabe and Ito's colours, which people with any colour vision tell apart.

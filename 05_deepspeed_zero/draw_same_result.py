@@ -7,10 +7,13 @@ Before: 05_deepspeed_zero/same_result.py
 Next: 05_deepspeed_zero/README.md, on what the picture shows.
 """
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "assets"))
 from pictures import new_picture, numbers_from, picture_parser, save_picture
 
 # Colours that people with any colour vision tell apart (Okabe and Ito).

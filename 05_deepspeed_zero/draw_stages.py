@@ -7,9 +7,13 @@ Before: 05_deepspeed_zero/README.md
 Next: 05_deepspeed_zero/stage_0.py
 """
 
+import sys
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "assets"))
 from pictures import new_drawing, picture_parser, save_picture
 
 # Colours that people with any colour vision tell apart (Okabe and Ito).
@@ -92,10 +96,8 @@ def main() -> None:
             total += 4 * values * copies / RANKS
         bytes_kept.append(f"{total:g}")
     save_picture(draw_stages(), out, "05_stages.png")
-    print(
-        f"check: {', '.join(bytes_kept)} bytes a parameter on each of {RANKS} ranks in "
-        f"stages 0 to 3; wrote 05_stages.png"
-    )
+    told = f"{', '.join(bytes_kept)} bytes a parameter on {RANKS} ranks"
+    print(f"check: {told}, stages 0 to 3; wrote 05_stages.png")
 
 
 if __name__ == "__main__":

@@ -8,11 +8,15 @@ Before: 05_deepspeed_zero/will_it_fit.py
 Next: 05_deepspeed_zero/README.md, which shows the picture.
 """
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from paper import bytes_held
-from pictures import new_picture, picture_parser, save_picture
 from will_it_fit import SHAPES, WORLDS, named_shape, tensor_sizes_of
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "assets"))
+from pictures import new_picture, picture_parser, save_picture
 
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 COLOURS = ["#222222", "#E69F00", "#009E73", "#0072B2"]

@@ -169,8 +169,7 @@ def main() -> None:
     numbers.write_text(json.dumps(record, indent=1) + "\n")
 
     # Only now, and only here: no rank draws anything.
-    from draw_same_result import draw_all_ways
-    from pictures import save_picture
+    from draw_same_result import draw_all_ways, save_picture
 
     save_picture(draw_all_ways(record), out, "05_same_result.png")
     print(closing_lines(runs))

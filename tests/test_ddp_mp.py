@@ -278,6 +278,26 @@ def test_data_parallel_without_a_gpu_is_the_plain_model() -> None:
     assert len(calls) == 2  # the whole batch at once, and no threads
 
 
+@pytest.mark.parametrize(
+    ("of_a_lambda", "of_a_file"),
+    [  # 3.10 and 3.11; 3.12; 3.13
+        ("Can't pickle local object 'f'", "cannot pickle '_io.TextIOWrapper' object"),
+        ("Can't pickle local object 'f'", "cannot pickle 'TextIOWrapper' instances"),
+        ("Can't get local object 'f'", "cannot pickle 'TextIOWrapper' instances"),
+    ],
+)
+def test_traps_are_known_by_the_words_of_each_python(
+    of_a_lambda: str, of_a_file: str
+) -> None:
+    traps = load_chapter(CHAPTER)["spawn_traps"]
+    found = [AttributeError(f"{of_a_lambda}.<locals>.<lambda>"), TypeError(of_a_file)]
+    with mock.patch.object(traps.mp, "spawn", side_effect=found):
+        assert traps.arguments_are_pickled() == [True, True, True]
+    found[1] = TypeError("needs an integer")
+    with mock.patch.object(traps.mp, "spawn", side_effect=found):
+        assert traps.arguments_are_pickled() == [True, False, True]
+
+
 def test_fresh_processes_draw_different_random_numbers() -> None:
     # Without a seed, each rank that builds its own data builds other data.
     script = "import torch; print(torch.rand(8).tolist())"

@@ -461,6 +461,26 @@ def tables_fit_the_page(tree: Tree) -> list[str]:
     return violations
 
 
+def commands_suit_other_shells(tree: Tree) -> list[str]:
+    """No command counts on its shell to part a variable into words.
+
+    bash does, but zsh, which macOS starts, does not: `torchrun $OPTIONS` gets one word.
+    A function serves both: `host() { torchrun --nnodes=2 ...; }`.
+    """
+    whole = list(commands(tree))
+    long = {
+        match[1]
+        for command in whole
+        for match in re.finditer(r"""\b(\w+)=(["'])[^"']* [^"']*\2""", command)
+    }
+    return [
+        f"${{{name}}} holds several words: {command}"
+        for command in whole
+        for name in re.findall(r"\$\{?(\w+)", re.sub(r'"[^"]*"', "", command))
+        if name in long
+    ]
+
+
 def numbered_lines_are_items(tree: Tree) -> list[str]:
     """No line of a paragraph begins with a number and a point.
 
@@ -671,6 +691,11 @@ BROKEN: list[tuple[Rule, Tree, str]] = [
         {"a.md": f"\n|a|b|\n|-|-|\n|`{'x' * 45}`|b|\n|a|{'y' * 44}<br>|\n"},
         "a.md:2: too wide",
     ),
+    (
+        commands_suit_other_shells,
+        {"a.md": readme("export A='b c'") + readme("x $A")},
+        "${A} holds several words: x $A",
+    ),
     (numbered_lines_are_items, {"a.md": "a\n\nb\n3. c\n"}, "a.md:4: runs on"),
     (commands_stand_in_console_blocks, {"a.md": readme("x", "")}, "language ''"),
     (
@@ -749,6 +774,10 @@ KEPT: list[tuple[Rule, Tree]] = [
             "a.md": f"|a|\n|-|\n|{'x' * 88}|\n\n|a|b|\n|-|-|\n"
             f"|{'x' * 40}-{'x' * 9}|{'y' * 46} {'y' * 46}<br>{'y' * 46}|\n"
         },
+    ),
+    (
+        commands_suit_other_shells,
+        {"a.md": readme('A=\'b c\' B=d E="f"\n$ x "$A" $B $E $PORT')},
     ),
     (numbered_lines_are_items, {"a.md": "a\n1. b\n2. c\n\nd\n\n3. e\n   2 f\n4. g\n"}),
     (

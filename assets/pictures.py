@@ -1,16 +1,14 @@
 """What all pictures have in common: their width, their letters, where they are written.
 
-Needs: nothing that it does not bring along. Chapters import nothing from each other, so
-each of them has this file.
+The chapters' draw scripts take this from here, where they also find their numbers. A
+chapter that is copied alone lacks only the drawing.
 """
 
 import argparse
 import contextlib
 import json
-import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,15 +29,12 @@ LETTERS: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
+ASSETS = Path(__file__).resolve().parent
 
 
 def refuse(message: str) -> NoReturn:
-    """Say in one line, from one rank only, what is wrong; exit with status 2."""
-    # The exit of rank 0 makes the launcher stop the other ranks while they sleep.
-    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
-        time.sleep(3)
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
+    """Say in one line what is wrong; exit with status 2."""
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -106,7 +101,7 @@ def new_picture(height: float, rows: int = 1, columns: int = 1, **more: Any) -> 
     Returns:
         The picture, and its axes: one, or an array of them.
     """
-    # Imported late: ranks import this file too, and draw nothing.
+    # Imported here: the ranks of draw_ring.py import this file too, and draw nothing.
     import matplotlib
 
     matplotlib.use("Agg")  # draw into a file; no window, no display needed
