@@ -293,6 +293,24 @@ process.join()
 os._exit(0)
 """
 
+STORE_GONE = """
+import subprocess, sys
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+KEEPS_STORE = "from torch.distributed import TCPStore as Store; store = Store("
+KEEPS_STORE += "'localhost', 0, is_master=True); print(store.port, flush=True); input()"
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+other = subprocess.Popen([sys.executable, "-c", KEEPS_STORE], text=True, **pipes)
+endpoint = f"localhost:{int(other.stdout.readline())}"
+settings = RendezvousParameters("c10d", endpoint, "job", 2, 2, is_host=False)
+backend, store = create_backend(settings)
+agent = create_handler(store, backend, settings)
+other.communicate("all is done\\n")
+agent.shutdown()
+"""
+
 # A thread of gloo waits for Python's lock, to let go of a tensor, when Python ends. By
 # itself that is rare: here the main thread keeps the lock for that long, to the end.
 THREAD_LEFT = """
@@ -322,6 +340,11 @@ end = time.monotonic() + float(sys.argv[1])
 while time.monotonic() < end:
     pass
 """
+
+
+def store_gone() -> str:
+    """End an agent of torchrun when the one that keeps the store has left."""
+    return python("-c", STORE_GONE, timeout=60).output
 
 
 def dead_address() -> str:
@@ -354,7 +377,7 @@ IN_A_WORKER = [
     *(no_launcher, nobody_listens, one_host_missing, port_taken, no_nccl),
     *(fewer_devices, cut_file, two_writers, wrapped_names),
 ]
-IN_A_PROCESS = [dead_address, peer_gone, thread_left]
+IN_A_PROCESS = [dead_address, peer_gone, store_gone, thread_left]
 
 
 # WHEN_IT_GOES_WRONG.md.
