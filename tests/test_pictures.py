@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import signal
 import sys
 from functools import cache
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+import matplotlib
 import matplotlib.image
 import matplotlib.pyplot as plt
 import numpy as np
@@ -21,6 +23,8 @@ from scripts import load_chapter
 
 SCRIPTS = sorted(path.relative_to(ROOT) for path in ROOT.glob("0*/draw_*.py"))
 COMMITTED = sorted((ROOT / "assets").glob("*.png"))
+PINS = (ROOT / "requirements.txt").read_text()
+(DRAWN_WITH,) = re.findall(r"^matplotlib==(\S+) ; python_version >= ", PINS, re.M)
 # These train or start ranks before they draw; the others only read or work out numbers.
 RING, TRAINS = "draw_ring.py", "draw_west_east.py"
 WITH_NUMBERS = [
@@ -50,14 +54,17 @@ def draw(script: Path, *words: str) -> str:
 def assert_are_committed(folder: Path) -> None:
     """Compare with the committed pictures, but for the edges of letters and lines.
 
-    A word that is another, in the smallest letters, changes one dot in a thousand.
+    A word that is another, in the smallest letters, changes one dot in a thousand. The
+    older matplotlib that Python 3.10 gets sets all letters a dot or two elsewhere.
     """
+    exact = matplotlib.__version__ == DRAWN_WITH
     drawn = list(folder.glob("*.png"))
     assert len(drawn) in (1, 9)
     for path in drawn:
         committed = matplotlib.image.imread(ROOT / "assets" / path.name)
         difference = abs(matplotlib.image.imread(path) - committed)
-        assert (difference.max(axis=-1) > 0.25).mean() < 0.0002, path.name
+        changed = (difference.max(axis=-1) > 0.25).mean()
+        assert changed < (0.0002 if exact else 0.08), path.name
 
 
 @pytest.mark.parametrize(
