@@ -405,7 +405,8 @@ def test_etcd_does_not_outlive_what_has_started_it(name: str, tmp_path: Path) ->
     if not shutil.which("etcd"):
         pytest.skip("etcd is not installed")
     sleeper = tmp_path / "sleeper.py"
-    sleeper.write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
+    # In one write: torchrun's ranks are unbuffered, and two of them might mix theirs.
+    sleeper.write_text("import os, time\nos.write(1, b'up\\n')\ntime.sleep(600)\n")
     number, mark = signal.Signals[name], f"{os.getpid()} etcd {name}"
     process = subprocess.Popen(
         [sys.executable, CHAPTER / "with_etcd.py", sleeper],
