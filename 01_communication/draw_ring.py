@@ -88,7 +88,7 @@ def draw_steps(
         return 4.4 * rank + 1.2 * chunk, -2.0 * row
 
     for row, holds in enumerate(rows):
-        axes.text(-3.0, -2.0 * row, titles[row], va="center", fontsize=11, color=INK)
+        axes.text(-3.0, -2.0 * row, titles[row], va="center", color=INK)
         for rank in range(RANKS):
             if row == 0:
                 x, _ = corner(rank, 0, 1)
@@ -125,7 +125,6 @@ def draw_steps(
         "A box is a chunk; the numbers in it say whose values its sum holds. "
         "Strong colour: just arrived. Green: complete.",
         ha="center",
-        fontsize=11,
         color=INK,
     )
     save_picture(figure, folder, "01_ring.png")

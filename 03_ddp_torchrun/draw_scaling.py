@@ -72,7 +72,7 @@ def draw_far(axes: plt.Axes, found: dict[str, dict[str, Any]]) -> None:
             shares = [100 * alone / ms for ms in steps]
             axes.plot(ranks, shares, style, color=colour, lw=1.5, label=label)
     axes.axvspan(1, 4, color="#BBBBBB", alpha=0.3, lw=0)
-    axes.text(1.1, 4, "run", fontsize=8)
+    axes.text(1.1, 4, "run", fontsize=10)
     axes.set_xscale("log", base=2)
     axes.set_xticks([1, 8, 64, 1024], ["1", "8", "64", "1024"])
     axes.set_ylim(0, 105)

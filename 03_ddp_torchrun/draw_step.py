@@ -25,7 +25,7 @@ INK = "#222222"
 
 def box(axes: Axes, x: float, y: float, text: str, colour: str, width: float) -> None:
     """Draw a box with its left edge at x and its middle at y."""
-    axes.text(x + width / 2, y, text, ha="center", va="center", fontsize=11, color=INK)
+    axes.text(x + width / 2, y, text, ha="center", va="center", color=INK)
     axes.add_patch(
         plt.Rectangle((x, y - 0.36), width, 0.72, facecolor=colour + "30", ec=colour)
     )
@@ -54,7 +54,7 @@ def draw_step(
         "same step",
     ]
     for x, heading in zip([1.65, 5.15, 8.1, 11.0], headings, strict=True):
-        axes.text(x, 3.15, heading, ha="center", fontsize=11, color=INK, weight="bold")
+        axes.text(x, 3.15, heading, ha="center", color=INK, weight="bold")
     for rank, y in enumerate([2.3, 0.3]):
         colour = COLOURS[rank]
         box(

@@ -40,9 +40,7 @@ def role_box(
 def write(axes: Axes, x: float, y: float, text: str, bold: bool = False) -> None:
     """Write text around a point."""
     weight = "bold" if bold else "normal"
-    axes.text(
-        x, y, text, ha="center", va="center", fontsize=11, color=INK, weight=weight
-    )
+    axes.text(x, y, text, ha="center", va="center", color=INK, weight=weight)
 
 
 def pointer(

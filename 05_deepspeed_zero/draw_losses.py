@@ -30,7 +30,7 @@ def differences(losses: dict[str, list[float]]) -> dict[str, list[float]]:
 
 def draw_curves(losses: dict[str, list[float]], ranks: int) -> plt.Figure:
     """Draw the curves on the left, and their distance from the first on the right."""
-    figure, (left, right) = new_picture(4.2, columns=2)
+    figure, (left, right) = new_picture(4.8, columns=2)
     apart = differences(losses)
     for number, (name, curve) in enumerate(losses.items()):
         steps = range(1, len(curve) + 1)
@@ -44,7 +44,7 @@ def draw_curves(losses: dict[str, list[float]], ranks: int) -> plt.Figure:
             right.plot(steps, [max(x, 1e-8) for x in apart[name]], **style)
     left.set_title(f"{len(losses)} curves, {ranks} ranks")
     left.set_ylabel("mean loss over the ranks, nats per byte")
-    for line in left.legend(fontsize=9).get_lines():
+    for line in left.legend().get_lines():
         line.set_linewidth(2)  # and not as wide as the curve
     right.set_yscale("log")
     right.set_ylim(5e-9, 1e1)
