@@ -74,6 +74,8 @@ def bits_per_second(rate: str) -> float:
 def own_world() -> list[str]:
     """Return the words in front of a command that put it in a world of its own.
 
+    The tools' folders are added to PATH, for this process and all that it starts.
+
     All that it starts there is killed when it ends, and it is killed when the calling
     process ends, in whatever way that happens.
 

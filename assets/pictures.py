@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Inches, and dots in each of them: twice as many dots as a page shows, so that letters
-# are sharp on fine displays too.
+# Inches, and dots in each of them: nearly twice as many as a page shows, so that
+# letters are sharp on fine displays too.
 WIDTH, DPI = 10, 150
 # Sizes in points. A page shows the 10 inches on about 840 dots: 11 points are as high
 # as 13 dots, a little less than the page's own words.
@@ -86,7 +86,7 @@ def numbers_from(script: str) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError):
-        refuse(f"argument --numbers: this is not what {script} wrote")
+        refuse(f"these are not the numbers that {script} writes")
 
 
 def new_picture(height: float, rows: int = 1, columns: int = 1, **more: Any) -> Any:

@@ -41,13 +41,15 @@ def draw(script: Path, *words: str) -> str:
     """Run a script's `main` in this process; return what it printed."""
     module = chapter(script.parent.name)[script.stem]
     printed, handler = io.StringIO(), signal.getsignal(signal.SIGINT)
-    with (
-        mock.patch.object(sys, "argv", [str(script), *words]),
-        contextlib.redirect_stdout(printed),
-    ):
-        module.main()
-    signal.signal(signal.SIGINT, handler)
-    plt.close("all")
+    try:
+        with (
+            mock.patch.object(sys, "argv", [str(script), *words]),
+            contextlib.redirect_stdout(printed),
+        ):
+            module.main()
+    finally:
+        signal.signal(signal.SIGINT, handler)  # some put the system's in its place
+        plt.close("all")
     return printed.getvalue()
 
 
@@ -145,7 +147,7 @@ def test_numbers_that_are_none_are_refused(script: Path, tmp_path: Path) -> None
     for other in ([1], {"a": 1}, {"a": {"rows": []}}, {"steps": {}}, "text"):
         path.write_text(json.dumps(other))
         said = complaint_of(script, *words)
-        assert said.startswith("argument --numbers: this is not what ")
+        assert said.startswith("these are not the numbers that ")
         others += 1
     assert others == 5
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
