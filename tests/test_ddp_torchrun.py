@@ -800,7 +800,9 @@ def test_torchrun_restarts_nothing_by_default() -> None:
 
 def test_old_launcher_passes_local_rank_with_a_hyphen(tmp_path: Path) -> None:
     script = tmp_path / "words.py"
-    script.write_text("import os, sys; print(sys.argv[1:], os.environ['LOCAL_RANK'])")
+    # In one write: the launcher's ranks are unbuffered, and two might mix theirs.
+    code = "import os, sys\nline = f\"{sys.argv[1:]} {os.environ['LOCAL_RANK']}\\n\"\n"
+    script.write_text(code + "os.write(1, line.encode())\n")
     result = python("-m", "torch.distributed.launch", "--nproc-per-node=2", script)
     assert result.returncode == 0, result.output
     assert sorted(result.stdout.splitlines()) == [
