@@ -34,7 +34,7 @@ def check_restarts() -> None:
 
 def lasting_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return by option what must stay the same when a run goes on."""
-    names = ("--seed", "--lr", "--samples", "--max-epochs", "--max-steps", "--text")
+    names = ("--seed", "--lr", "--amp", "--samples", "--max-epochs", "--max-steps")
     values = {name: getattr(args, name[2:].replace("-", "_")) for name in names}
     return {**values, "--text": str(args.text)}
 

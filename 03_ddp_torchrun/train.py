@@ -63,6 +63,7 @@ def train_step(
     ddp_model: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
     micro_batches: list[list[torch.Tensor]],
+    amp: bool = False,
 ) -> torch.Tensor:
     """Take one optimizer step; every rank calls this with batches of its own.
 
@@ -72,6 +73,7 @@ def train_step(
         optimizer: holds the parameters of `ddp_model`.
         micro_batches: (indices, inputs, labels), the last two (B, T); their gradients
             add up to that of one batch as large as all of them.
+        amp: compute in bfloat16 where autocast finds that safe; backward follows.
 
     Returns:
         This rank's own mean loss, which is not the mean over ranks.
@@ -83,7 +85,9 @@ def train_step(
         # be in force in the forward pass, which is where DDP looks at it.
         is_last = number == len(micro_batches)
         with contextlib.nullcontext() if is_last else ddp_model.no_sync():
-            loss = forward(inputs.to(device), labels.to(device)) / len(micro_batches)
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                loss = forward(inputs.to(device), labels.to(device))
+            loss = loss / len(micro_batches)
             loss.backward()
         mean_loss += loss.detach()
     # Every rank now holds the same mean gradient, so all of them clip it alike.
@@ -189,8 +193,9 @@ def main() -> None:
             micro_batches = list(itertools.islice(batches, args.grad_accum_steps))
             for indices, _, _ in micro_batches:
                 seen += indices.tolist()
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
-                losses[i] = train_step(forward, ddp_model, optimizer, micro_batches)
+            losses[i] = train_step(
+                forward, ddp_model, optimizer, micro_batches, args.amp
+            )
             schedule.step()
             step += 1
             bar.update()

@@ -60,6 +60,7 @@ def elastic_step(
     optimizer: torch.optim.Optimizer,
     micro_batches: list[list[torch.Tensor]],
     samples_per_step: int,
+    amp: bool = False,
 ) -> torch.Tensor:
     """Take one optimizer step; every rank calls this with batches of its own.
 
@@ -70,6 +71,7 @@ def elastic_step(
         micro_batches: (indices, inputs, labels), the last two (B, T); their gradients
             add up to that of one batch as large as all of them.
         samples_per_step: of all ranks together, who need not have equally many.
+        amp: compute in bfloat16 where autocast finds that safe; backward follows.
 
     Returns:
         This rank's part of the loss; the mean over ranks is the loss of the step.
@@ -81,7 +83,8 @@ def elastic_step(
         # be in force in the forward pass, which is where DDP looks at it.
         is_last = number == len(micro_batches)
         with contextlib.nullcontext() if is_last else ddp_model.no_sync():
-            loss = forward(inputs.to(device), labels.to(device))
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                loss = forward(inputs.to(device), labels.to(device))
             # DDP divides the sum over ranks by their number. With this weight the
             # result is the mean over samples, however they were dealt.
             loss = loss * (len(inputs) * dist.get_world_size() / samples_per_step)
@@ -206,10 +209,9 @@ def main() -> None:
                 seen[indices] += 1
             if step == args.fail_at and first_try and rank == world_size - 1:
                 raise RuntimeError(f"rank {rank} fails at step {step}, as it was told")
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
-                loss = elastic_step(
-                    forward, ddp_model, optimizer, micro_batches, samples_per_step
-                )
+            loss = elastic_step(
+                forward, ddp_model, optimizer, micro_batches, samples_per_step, args.amp
+            )
             losses.append(loss)
             schedule.step()
             progress.step = step = step + 1
@@ -231,10 +233,8 @@ def main() -> None:
     bar.close()
     ddp_model.eval()  # dropout is for training alone
     loss_after = validate(model, held_out, device)
-    say(
-        f"validation: {loss_after:.2f} nats per byte "
-        f"({loss_after / math.log(2):.2f} bits per byte)"
-    )
+    bits = loss_after / math.log(2)
+    say(f"validation: {loss_after:.2f} nats per byte ({bits:.2f} bits per byte)")
     if args.snapshot:
         progress.save(args.snapshot, loss_after)
         say(f"snapshot: {args.snapshot}")

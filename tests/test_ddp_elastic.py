@@ -509,6 +509,8 @@ def test_run_with_other_settings_does_not_go_on(text: Path, tmp_path: Path) -> N
         assert f"comes from a run with {option}={had}, this one has {value};" in line
         checked += 1
     assert checked == 5
+    line = complaint([*words, "--amp"])
+    assert "comes from a run with --amp=False, this one has True;" in line
     assert "belongs to a model of GPTConfig(block_size=16" in complaint(
         [*words, "--width=32"]
     )

@@ -291,6 +291,33 @@ def test_options_of_a_run_reach_it(worker_pool: WorkerPool, text: Path) -> None:
     assert after < before - 0.5
 
 
+def autocast_during_step(name: str, *more: int) -> tuple[set[bool], set[bool]]:
+    """Say whether autocast was on in the forward passes of a step, in the backwards."""
+    module = load_chapter(CHAPTER)[name]
+    step = module.elastic_step if name == "train_elastic" else module.train_step
+    ddp_model = DistributedDataParallel(tiny_model(torch.float32))
+    forward: set[bool] = set()
+    backward: set[bool] = set()
+    ddp_model.module.register_forward_hook(
+        lambda *_: forward.add(torch.is_autocast_enabled("cpu"))
+    )
+    for parameter in ddp_model.parameters():
+        parameter.register_hook(
+            lambda _: backward.add(torch.is_autocast_enabled("cpu"))
+        )
+    optimizer = torch.optim.AdamW(ddp_model.parameters())
+    step(ddp_model, ddp_model, optimizer, make_batches(2, 4), *more, True)
+    return forward, backward
+
+
+@pytest.mark.parametrize("script", [("train",), ("train_elastic", 8)])
+def test_autocast_is_on_in_the_forward_pass_alone(
+    worker_pool: WorkerPool, script: tuple[Any, ...]
+) -> None:
+    found = worker_pool.run(autocast_during_step, *script, world_size=1)
+    assert found == [({True}, {False})]
+
+
 # --- Proofs that can fail. ----------
 
 
