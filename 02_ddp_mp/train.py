@@ -122,7 +122,7 @@ def train_rank(rank: int, world_size: int, port: int, args: argparse.Namespace) 
         for line in count_epoch(args.batch_size, seen, losses):
             if is_rank_zero:
                 print(f"epoch {epoch} | {line}", flush=True)
-    # The plain model, not DDP's: a forward pass that only one rank makes.
+    # The plain model, not DDP's: this forward pass needs no other rank.
     error = rmse_in_metres(model, held_out, terrain)
     result = check_ranks(ddp_model, model, held_out)
     if is_rank_zero:

@@ -1,7 +1,7 @@
 """Find out in seconds whether hosts can meet, before torchrun waits for minutes.
 
-Run: python 03_ddp_torchrun/can_reach.py --listen=PORT, on the host that is to keep the
-         store; python 03_ddp_torchrun/can_reach.py HOST:PORT, on every other one
+Run: python 03_ddp_torchrun/can_reach.py --listen=PORT --callers=1, on the host that is
+         to keep the store; python 03_ddp_torchrun/can_reach.py HOST:PORT, on each other
 Needs: nothing but Python; it does not import torch.
 Expect: the address and the interface that this host uses to get there, then a `check:`
     that the one who answers is our own listener; or one line that says what is wrong.
@@ -49,18 +49,18 @@ def check_interface(name: str) -> None:
 
 
 def connect(host: str, port: int, seconds: float) -> socket.socket:
-    """Connect, and tell apart the ways in which that fails."""
+    """Connect to any address of `host`, and tell apart the ways in which that fails."""
     where = f"{host}:{port}"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError):  # the second for no name at all: a..b
         refuse(f"no address is known for {host}; use its IP address, or mend DNS")
-    address = str(found[0][4][0])
+    address = ", ".join(dict.fromkeys(str(one[4][0]) for one in found))
     deadline = time.monotonic() + seconds
     while True:
         left = max(0.1, deadline - time.monotonic())
         try:
-            return socket.create_connection((address, port), timeout=left)
+            return socket.create_connection((host, port), timeout=left)
         except ConnectionRefusedError:
             # The host is there and says no. The listener may only be late.
             if time.monotonic() > deadline:
@@ -76,7 +76,12 @@ def connect(host: str, port: int, seconds: float) -> socket.socket:
 
 def interface_of(address: str) -> str:
     """Name the interface that has `address`, where the system says so (Linux)."""
-    if sys.platform == "linux":
+    if ":" in address and Path("/proc/net/if_inet6").exists():
+        number = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            if line.startswith(number):
+                return line.split()[-1]
+    elif sys.platform == "linux":
         import fcntl
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -90,23 +95,28 @@ def interface_of(address: str) -> str:
     return "an unknown interface"
 
 
-def listen(port: int, seconds: float) -> None:
-    """Answer one caller, as the store will have to."""
+def listen(port: int, seconds: float, callers: int) -> None:
+    """Answer so many callers, at every address of this host, as the store will."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    deadline = time.monotonic() + seconds
     try:
-        listener = socket.create_server(("", port))
+        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
     except OSError as error:
         reason = os.strerror(error.errno or 0)
         refuse(f"cannot listen at port {port}: {reason}; take another")
     with listener:
-        listener.settimeout(seconds)
         print(f"listening at port {listener.getsockname()[1]}", flush=True)
-        try:
-            caller, (address, _) = listener.accept()
-        except TimeoutError:
-            refuse(f"nobody has called within {seconds:g} s")
-        with caller:
-            caller.sendall(GREETING)
-    print(f"check: {address} has reached us")
+        for number in range(callers):
+            listener.settimeout(max(0.1, deadline - time.monotonic()))
+            try:
+                caller, address = listener.accept()
+            except TimeoutError:
+                refuse(f"{number} of {callers} have called within {seconds:g} s")
+            with caller:
+                caller.sendall(GREETING)
+            print(f"{address[0].removeprefix('::ffff:')} has reached us", flush=True)
+    print(f"check: answered {callers} of {callers}")
 
 
 def main() -> None:
@@ -115,12 +125,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Try a connection between two hosts.")
     add = parser.add_argument
     add("endpoint", nargs="?", help="HOST:PORT, as for torchrun's --rdzv-endpoint")
-    add(
-        "--listen", type=int, metavar="PORT", help="wait for one caller; 0: a free port"
-    )
-    add("--seconds", type=float, default=5, help="how long to try (5)")
+    add("--listen", type=int, metavar="PORT", help="answer callers; 0: a free port")
+    add("--callers", type=int, default=1, help="how many to wait for (1)")
+    add("--seconds", type=float, help="how long to try (5; --listen: 60)")
     parser.error = refuse  # type: ignore[method-assign]
     args = parser.parse_args()
+    if args.seconds is None:
+        args.seconds = 5 if args.listen is None else 60
+    if args.callers < 1:
+        refuse(f"--callers must be 1 or more, not {args.callers}")
     if not 0 < args.seconds <= 86400:
         refuse(f"--seconds must be above 0, and a day at most, not {args.seconds:g}")
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -128,7 +141,7 @@ def main() -> None:
     if args.listen is not None:
         if not 0 <= args.listen < 65536:
             refuse(f"--listen must be 0 to 65535, not {args.listen}")
-        listen(args.listen, args.seconds)
+        listen(args.listen, args.seconds, args.callers)
         return
     match = re.fullmatch(r"([\w.-]+|\[[\da-fA-F:]+\]):(\d{1,5})", args.endpoint or "")
     if not match or not 0 < int(match[2]) < 65536:

@@ -1,5 +1,6 @@
 """Chapter 03, MACHINES.md: what is said of several machines, tried on several hosts."""
 
+import contextlib
 import os
 import random
 import re
@@ -221,7 +222,7 @@ def test_two_labs_have_the_same_addresses_and_never_meet(laboratory: None) -> No
     for result in results:
         assert result.returncode == 0, result.output
         assert "host1 | from 10.0.0.2 (eth0) to 10.0.0.1" in result.stdout
-        assert "host0 | check: 10.0.0.2 has reached us" in result.stdout
+        assert "host0 | 10.0.0.2 has reached us" in result.stdout
 
 
 @pytest.mark.slow
@@ -295,7 +296,9 @@ def test_slurm_script_starts_one_agent_on_each_node(tmp_path: Path) -> None:
         "scontrol": '[ "$*" = "show hostnames node[1-2]" ] || exit 9\n'
         'printf "localhost\\nx\\n"',
         # What srun does with one task a node, as far as the script can tell.
+        # Since 22.05 it gives a task one core, unless it is told by its own variable.
         "srun": '[ "$1" = --kill-on-bad-exit=1 ] || exit 9; shift\n'
+        '[ "$SRUN_CPUS_PER_TASK" = 2 ] || exit 8\n'
         "for node in 0 1; do\n"
         '    SLURM_NODEID=$node SLURMD_NODENAME=localhost "$@" &\n'
         'done\nwait -n && wait -n && echo "both tasks have ended"',
@@ -346,10 +349,11 @@ def test_slurm_script_starts_one_agent_on_each_node(tmp_path: Path) -> None:
         ("can_reach", ["--listen=-1"], "--listen must be 0 to 65535, not -1"),
         ("can_reach", ["a..b:4000"], "no address is known for a..b"),
         ("can_reach", ["--listen=0", "--seconds=0"], "--seconds must be above 0"),
+        ("can_reach", ["--listen=0", "--callers=0"], "--callers must be 1 or more"),
         (
             "can_reach",
             ["--listen=0", "--seconds=0.5"],
-            "nobody has called within 0.5 s",
+            "0 of 1 have called within 0.5 s",
         ),
     ],
 )
@@ -359,6 +363,33 @@ def test_a_mistake_is_one_line(script: str, words: list[str], line: str) -> None
     (said,) = result.stderr.splitlines()
     assert said.startswith(f"{script}.py: ")
     assert line in said
+
+
+def test_every_caller_is_answered_at_every_address_of_the_host() -> None:
+    script = CHAPTER / "can_reach.py"
+    hosts = ["localhost", "127.0.0.1"]
+    with contextlib.suppress(OSError):  # a machine without IPv6
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        hosts.append("[::1]")
+    listener = subprocess.Popen(
+        [sys.executable, script, "--listen=0", f"--callers={len(hosts)}"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+    )
+    assert listener.stdout is not None
+    try:
+        port = listener.stdout.readline().split()[-1]
+        answers = [python(script, f"{host}:{port}").stdout for host in hosts]
+        said, _ = listener.communicate(timeout=60)
+    finally:
+        listener.kill()
+    assert len(answers) == len(hosts) >= 2
+    end = f"check: reached port {port}, where can_reach.py listens\n"
+    assert all(answer.endswith(end) for answer in answers)
+    assert said.count(" has reached us\n") == len(hosts)
+    assert said.endswith(f"\ncheck: answered {len(hosts)} of {len(hosts)}\n")
+    assert listener.returncode == 0
 
 
 def test_port_of_another_job_is_taken() -> None:

@@ -543,6 +543,24 @@ def test_commands_on_the_page_are_run_by_some_page() -> None:
         assert any(command in line for line in run), command
 
 
+# README.md.
+
+
+def test_minutes_of_a_chapter_suffice_to_read_it() -> None:
+    row = r"^\| \[0.*\]\((0\d_\w+)/README\.md\) .* (\d+) \|$"
+    chapters = re.findall(row, repository()["README.md"], re.M)
+    assert len(chapters) == 5
+    for folder, minutes in chapters:
+        text = "".join(
+            re.sub(r"(?s)```.*?```|\]\(.*?\)|<!--.*?-->", " ", page)
+            for name, page in repository().items()
+            if re.match(rf"{folder}/\w+\.md$", name)
+        )
+        reading = len(re.findall(r"\w\S*", text)) / 200  # words a minute
+        # The commands of a chapter take from two to twelve minutes.
+        assert reading + 2 <= int(minutes) <= reading + 14, (folder, reading)
+
+
 # MYTHS.md.
 
 
