@@ -187,7 +187,8 @@ def be_one_of_them(name: str, store: dist.TCPStore, settings: Settings) -> None:
     if name == SERVER:
         be_parameter_server(None)
     elif name != "master":
-        join_trainers(name, settings.trainers, store, quiet=True)
+        rank = int(name.removeprefix("trainer"))
+        join_trainers(rank, settings.trainers, store, torch.device("cpu"))
     else:
         remote = RemoteModule(
             SERVER, ServedTable, args=(settings.rows, WIDTH, settings.seed)

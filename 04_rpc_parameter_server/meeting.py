@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import NoReturn
 
@@ -18,8 +18,11 @@ BEAT = 0.5  # seconds between two signs of life of a process
 DEAD_AFTER = 10.0  # a process that gave none for so many seconds counts as dead
 NAMED = 3  # exit status of a process that has said, or noted, who is missing
 FAREWELL = 3.0  # seconds that the store's host stays, so that all hear who is missing
+TIME_TO_SAVE = 30.0  # seconds that a process has for what it does before that end
 LOOPBACK = "127.0.0.1"
 watches: list["Watch"] = []  # this process's own, once it has joined
+# What this process still does when its watch is about to end it.
+before_the_end: list[Callable[[], None]] = []
 
 
 class PortTaken(OSError):
@@ -102,9 +105,10 @@ def roll_call(store: dist.Store, name: str, names: list[str], patience: float) -
 class Watch(threading.Thread):
     """Give signs of life, and end this process when another one has stopped to.
 
-    RPC itself does not tell that a process has died, only that some call failed, and
-    an all-reduce waits for minutes. A thread can end the process whatever the others
-    are waiting for.
+    RPC itself does not tell that a process has died, only that some call failed. Who
+    waits for a process that lives on after such a failure, or for a machine that has
+    vanished, waits for minutes. A thread can end this process whatever its others are
+    waiting for.
     """
 
     def __init__(
@@ -145,9 +149,14 @@ class Watch(threading.Thread):
             self.store.set("missing", missing)
         if not self.quiet:  # or else the launcher speaks for everybody
             say(self.me, f"{spoken(missing)} has died or cannot be reached; ending")
-            if self.me == self.host:
-                # The store ends with this process. Nobody shall name the wrong one.
-                time.sleep(FAREWELL)
+        for act in before_the_end:
+            # In a thread of its own: a disk that hangs must not keep this process.
+            last = threading.Thread(target=act, daemon=True)
+            last.start()
+            last.join(TIME_TO_SAVE)
+        if self.me == self.host:
+            # The store ends with this process. Nobody shall name the wrong one.
+            time.sleep(FAREWELL)
         os._exit(NAMED)
 
 

@@ -83,9 +83,14 @@ def parse_args() -> argparse.Namespace:
     if "RANK" in os.environ:
         refuse("start it with python, not torchrun: it starts its own processes")
     check_role(args)
+    # In a terminal of its own, a server or a trainer does not know the master's --rows
+    # and --batch-size. What depends on them is refused by the master.
+    decides = args.role in (None, "master")
     if args.table:
-        check_table(args.table, args.rows)
-    check_samples("--trainers", args.trainers, args.batch_size, args.rows)
+        check_table(args.table, args.rows if decides else None)
+    if args.role != "parameter_server":  # which needs no samples
+        wanted = args.trainers if decides else 0
+        check_samples("--trainers", wanted, args.batch_size, args.rows)
     return args
 
 
@@ -127,8 +132,13 @@ def check_samples(option: str, count: int, batch_size: int, rows: int = ROWS) ->
         refuse(f"{option} times --batch-size is at most {samples}, the samples")
 
 
-def check_table(path: Path, rows: int) -> None:
-    """Find out before the run whether the table can be read, and written after it."""
+def check_table(path: Path, rows: int | None) -> None:
+    """Find out before the run whether the table can be read, and written after it.
+
+    Args:
+        path: of the file, which need not exist.
+        rows: that the table must have; None for any number.
+    """
     if not path.parent.is_dir():
         refuse(f"--table {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):
@@ -138,5 +148,5 @@ def check_table(path: Path, rows: int) -> None:
             shape = tuple(load_table(path).shape)
         except ValueError as error:
             refuse(f"{error}; delete it or name another")
-        if shape != (rows, WIDTH):
+        if rows is not None and shape != (rows, WIDTH):
             refuse(f"--table {path} holds a table of {shape}, not {(rows, WIDTH)}")

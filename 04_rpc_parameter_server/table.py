@@ -12,14 +12,16 @@ from model import Table
 # The parameter server's own: RPC calls that arrive there find them here.
 held: list["ServedTable"] = []
 file: list[Path] = []
+ready = threading.Event()  # the file is known; calls may arrive before
 nobody_needs_it = threading.Event()
+saving = threading.Lock()
 
 
 class ServedTable(Table):
     """A table that starts from the server's file, where there is one.
 
     Its constructor is called by the master and runs on the parameter server: the
-    master never sees the numbers, and knows nothing of the file.
+    master never sees the numbers.
     """
 
     def __init__(self, rows: int, width: int, seed: int) -> None:
@@ -36,6 +38,13 @@ class ServedTable(Table):
             with torch.no_grad():
                 self.weight.copy_(weights)
         held.append(self)
+
+
+def shape_in_file() -> tuple[int, ...] | None:
+    """Return the shape of the table in the server's file, or None if there is none."""
+    if not ready.wait(timeout=60):
+        raise TimeoutError("the server does not know its file after 60 s")
+    return tuple(load_table(file[0]).shape) if file and file[0].exists() else None
 
 
 def whole_table() -> torch.Tensor:
@@ -68,6 +77,19 @@ def save_table(path: Path, weights: torch.Tensor) -> None:
         out.flush()
         os.fsync(out.fileno())
     os.replace(unfinished, path)
+
+
+def save_once() -> Path | None:
+    """Write the table that is held here to the server's file, and tell which it is.
+
+    The main thread does so at the end, and the watch if another process has died. Who
+    comes second waits until the first is done, and then has nothing to do.
+    """
+    with saving:
+        if not (file and held):
+            return None
+        save_table(file[0], whole_table())
+        return file.pop()
 
 
 def load_table(path: Path) -> torch.Tensor:

@@ -11,6 +11,7 @@ Next: 04_rpc_parameter_server/asynchronous.py
 
 import os
 import signal
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import table
 from meeting import (
     NAMED,
     PortTaken,
+    before_the_end,
     host_store,
     joined,
     own_address,
@@ -56,8 +58,19 @@ def choose_device(local_rank: int, local_world_size: int) -> tuple[torch.device,
     return torch.device(kind, local_rank), f"{found} {kind}, one for each local rank"
 
 
-def be_master(settings: Settings) -> None:
-    """Make the table on the server, start the trainers, wait for them."""
+def be_master(settings: Settings) -> bool:
+    """Make the table on the server, start the trainers, wait for them.
+
+    Returns:
+        Whether that could be done: the server may have a table of another size.
+    """
+    found = rpc.rpc_sync(SERVER, table.shape_in_file)
+    shape = (settings.rows, WIDTH)
+    if found not in (None, shape):
+        text = f"the server's file holds a table of {found}, not {shape}; give --rows"
+        say("master", f"{text} as then, or the server another --table")
+        rpc.rpc_sync(SERVER, table.release)
+        return False
     say("master", f"asking for a table of {settings.rows} rows of {WIDTH} numbers")
     remote_table = RemoteModule(
         SERVER, table.ServedTable, args=(settings.rows, WIDTH, settings.seed)
@@ -74,6 +87,13 @@ def be_master(settings: Settings) -> None:
     rpc.rpc_sync(SERVER, table.release)
     for line in results[0]:
         say("master", f"check: {line}")
+    return True
+
+
+def save_and_say() -> None:
+    """Save the server's table, if there is a file for it and nobody has done so yet."""
+    if file := table.save_once():
+        say(SERVER, f"table saved to {file}")
 
 
 def be_parameter_server(file: Path | None) -> None:
@@ -83,40 +103,41 @@ def be_parameter_server(file: Path | None) -> None:
         signal.signal(number, lambda received, _: signals.append(received))
     if file:
         table.file.append(file)
+        before_the_end.append(save_and_say)
+    table.ready.set()
     # Calls are answered by RPC's threads. This one must stay in Python: a signal
     # that arrives inside rpc.shutdown() would be noticed only when that returns.
     while not signals and not table.nobody_needs_it.wait(0.1):
         pass
-    if file and table.held:
-        table.save_table(file, table.whole_table())
-        say(SERVER, f"table saved to {file}")
+    save_and_say()
     if signals:
         say(SERVER, f"stopped by {signal.Signals(signals[0]).name}")
         os._exit(128 + signals[0])
 
 
 def join_trainers(
-    name: str, trainers: int, store: dist.TCPStore, quiet: bool = False
+    rank: int, trainers: int, store: dist.TCPStore, device: torch.device
 ) -> None:
     """Form the process group in which DDP averages the dense part's gradients.
 
     RPC's own meeting point is held by the master; this one by trainer 0, which is
     another process. Two processes cannot listen at one port, so there are two.
+
+    Args:
+        rank: of this trainer.
+        trainers: how many there are.
+        store: RPC's meeting point.
+        device: where the dense part will be; it decides what carries its gradients.
     """
-    rank = int(name.removeprefix("trainer"))
     if rank == 0:
         group_store = host_store(own_address(store))
         store.set("group", f"{group_store.host} {group_store.port}")
     else:
         address, port = store.get("group").decode().split()
         group_store = reach_store(address, int(port), 30)
-    device, reason = choose_device(*local_rank_of(rank, trainers, store))
-    backend = dist.get_default_backend_for_device(device)
-    if rank == 0 and not quiet:
-        say(name, f"device: {device.type} with {backend} ({reason})")
     used_devices.append(device)
     dist.init_process_group(
-        backend,
+        dist.get_default_backend_for_device(device),
         store=group_store,
         rank=rank,
         world_size=trainers,
@@ -127,15 +148,21 @@ def join_trainers(
 
 def be_one(
     name: str, store: dist.TCPStore, settings: Settings, file: Path | None
-) -> None:
-    """Do what the process of this name does, until there is nothing left to do."""
+) -> bool:
+    """Do what the process of this name does; tell whether the run could take place."""
     if name == "master":
-        be_master(settings)
-    elif name == SERVER:
+        return be_master(settings)
+    if name == SERVER:
         be_parameter_server(file)
-    else:
-        # The rest of a trainer's work is a call that comes from the master.
-        join_trainers(name, settings.trainers, store)
+        return True
+    rank = int(name.removeprefix("trainer"))
+    device, reason = choose_device(*local_rank_of(rank, settings.trainers, store))
+    if rank == 0:
+        backend = dist.get_default_backend_for_device(device)
+        say(name, f"device: {device.type} with {backend} ({reason})")
+    join_trainers(rank, settings.trainers, store, device)
+    # The rest of a trainer's work is a call that comes from the master.
+    return True
 
 
 def main() -> None:
@@ -169,15 +196,18 @@ def main() -> None:
         refuse(f"{error}; check --master-addr, or choose another --master-port")
     except TimeoutError:
         refuse(f"no master at {address}:{port} after {args.patience:g} s")
+    could_be = True
     try:
         with joined(name, names, store, address, "master", args.patience):
-            be_one(name, store, settings, args.table)
+            could_be = be_one(name, store, settings, args.table)
     except TimeoutError as missing:
         say(name, f"{missing} did not come within {args.patience:g} s; ending")
         os._exit(NAMED)
     except dist.DistError:
         say(name, "master has died or cannot be reached; ending")
         os._exit(NAMED)
+    if not could_be:
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from meeting import LOOPBACK, NAMED, host_store, joined, reach_store, spoken
 
 
 def be_launched(
-    body: Callable[..., None], name: str, names: list[str], port: int, args: Any
+    body: Callable[..., object], name: str, names: list[str], port: int, args: Any
 ) -> None:
     """Be one of the processes that `launch` starts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -59,7 +59,7 @@ def signals_wait() -> Iterator[None]:
         sys.exit(128 + came[0])
 
 
-def launch(names: list[str], body: Callable[..., None], *args: Any) -> None:
+def launch(names: list[str], body: Callable[..., object], *args: Any) -> None:
     """Run `body(name, store, *args)` in a process for each name, on this machine.
 
     Returns when all have ended well. If one ends otherwise, it is named, the rest is

@@ -122,12 +122,25 @@ def test_a_killed_role_is_named_once_and_nobody_is_left(
     assert path.exists() == (victim != "parameter server")
 
 
-def test_roles_end_when_their_launcher_is_killed(run: Run) -> None:
-    process = run.start("--epochs=1000")
-    read_until(process, "untrained")
+def check_saved_table(path: Path, rows: int = 2**15) -> None:
+    """Assert that a table was saved whole, by a server whose trainers had stepped."""
+    modules = load_chapter(CHAPTER)
+    saved = modules["table"].load_table(path)
+    start = modules["model"].Table(rows, 32, 0).weight.detach()
+    assert saved.shape == start.shape
+    assert 1000 < int((saved != start).any(dim=1).sum()) < 10_000
+    assert bool(torch.isfinite(saved).all())
+    assert [other.name for other in path.parent.iterdir()] == [path.name]
+
+
+def test_roles_end_when_their_launcher_is_killed(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "table.pt"
+    process = run.start("--epochs=1000", f"--table={path}")
+    read_until(process, "epoch 0")
     assert len(roles_of(run, process.pid)) == 4
     process.kill()
     assert run.wait_until_empty(PATIENCE) == []
+    check_saved_table(path)
 
 
 # With three processes there is the fork server, which imports torch; with more
@@ -154,35 +167,47 @@ def test_a_signal_saves_the_table_whole(run: Run, tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGTERM
     assert f"parameter server: table saved to {path}\n" in output
     assert "Traceback" not in output
-    modules = load_chapter(CHAPTER)
-    saved = modules["table"].load_table(path)
-    start = modules["model"].Table(2**15, 32, 0).weight.detach()
-    assert saved.shape == start.shape
-    assert 1000 < int((saved != start).any(dim=1).sum()) < 10_000
-    assert bool(torch.isfinite(saved).all())
+    check_saved_table(path)
     assert run.wait_until_empty(3) == []
 
 
 @pytest.mark.slow
-def test_in_separate_terminals_everyone_names_the_one_who_died(run: Run) -> None:
+@pytest.mark.parametrize("victim", ["parameter server", "trainer 1"])
+def test_in_separate_terminals_everyone_names_the_one_who_died(
+    run: Run, victim: str, tmp_path: Path
+) -> None:
     words = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    words.append("--epochs=1000")
-    master = run.start("--role=master", *words)
-    server = run.start("--role=parameter_server", *words)
-    trainers = [
-        run.start("--role=trainer", f"--rank={rank}", *words) for rank in range(2)
-    ]
-    read_until(trainers[0], "untrained")
+    path = tmp_path / "table.pt"
+    # How many rows the table has is decided at the master, and the file agrees with it.
+    modules = load_chapter(CHAPTER)
+    modules["table"].save_table(path, modules["model"].Table(2**16, 32, 0).weight)
+    before = path.read_bytes()
+    roles = {
+        "master": run.start("--role=master", "--epochs=1000", "--rows=65536", *words),
+        "parameter server": run.start(
+            "--role=parameter_server", f"--table={path}", *words
+        ),
+    }
+    for rank in range(2):
+        name = f"trainer {rank}"
+        roles[name] = run.start("--role=trainer", f"--rank={rank}", *words)
+    read_until(roles["trainer 0"], "epoch 0")
     time.sleep(random.random())
-    server.kill()
-    for name, process in zip(NAMES[:1] + NAMES[2:], [master, *trainers], strict=True):
+    roles.pop(victim).kill()
+    for name, process in roles.items():
         output, _ = process.communicate(timeout=PATIENCE)
-        line = f"{name}: parameter server has died or cannot be reached; ending\n"
-        assert output.count(line) == 1
+        line = f"{name}: {victim} has died or cannot be reached; ending\n"
+        assert output.count(line) == 1, output
         assert "Traceback" not in output
         assert process.returncode == 3
-    assert len(trainers) == 2
+        saves = name == "parameter server"
+        assert output.count(f"{name}: table saved to {path}\n") == saves
+    assert len(roles) == 3
     assert run.wait_until_empty(3) == []
+    if victim == "parameter server":
+        assert path.read_bytes() == before
+    else:
+        check_saved_table(path, rows=2**16)
 
 
 def test_who_does_not_come_is_named_by_those_who_did(run: Run) -> None:

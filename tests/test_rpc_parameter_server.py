@@ -4,8 +4,13 @@ import hashlib
 import json
 import os
 import re
+import socket
 import sys
 import textwrap
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -275,6 +280,49 @@ def test_a_damaged_table_is_refused_and_left_alone(
     assert "holds a table of (8, 32)" in refusal(capsys, f"--table={path}")
 
 
+def test_who_saves_second_waits_and_has_nothing_to_do(tmp_path: Path) -> None:
+    modules, path = load_chapter(CHAPTER), tmp_path / "table.pt"
+    table, begun, may_end = modules["table"], threading.Event(), threading.Event()
+    write = table.save_table
+
+    def slow_save(*args: Any) -> None:
+        begun.set()
+        assert may_end.wait(30)
+        write(*args)
+
+    with (
+        mock.patch.object(table, "file", [path]),
+        mock.patch.object(table, "held", [modules["model"].Table(4, 32, 0)]),
+        mock.patch.object(table, "save_table", side_effect=slow_save) as save,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        first = pool.submit(table.save_once)
+        assert begun.wait(30)
+        second = pool.submit(table.save_once)
+        time.sleep(0.2)
+        assert not second.done()  # or it would let the process end, in mid-file
+        may_end.set()
+        assert (first.result(), second.result()) == (path, None)
+    assert save.call_count == 1
+    assert table.load_table(path).shape == (4, 32)
+
+
+def test_a_call_that_comes_too_soon_waits_for_the_servers_file(tmp_path: Path) -> None:
+    table, path = load_chapter(CHAPTER)["table"], tmp_path / "table.pt"
+    table.save_table(path, torch.ones(4, 32))
+    with (
+        mock.patch.object(table, "file", []) as file,
+        mock.patch.object(table, "ready", threading.Event()) as ready,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        answer = pool.submit(table.shape_in_file)
+        time.sleep(0.2)
+        assert not answer.done()
+        file.append(path)
+        ready.set()
+        assert answer.result() == (4, 32)
+
+
 def test_a_crash_while_saving_leaves_the_old_table(tmp_path: Path) -> None:
     path, table = tmp_path / "table.pt", load_chapter(CHAPTER)["table"]
     table.save_table(path, torch.ones(4, 32))
@@ -286,6 +334,82 @@ def test_a_crash_while_saving_leaves_the_old_table(tmp_path: Path) -> None:
         ):
             table.save_table(path, torch.zeros(4, 32))
         assert hashlib.sha256(path.read_bytes()).hexdigest() == before
+
+
+def test_the_size_of_a_table_is_the_masters_to_decide(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    modules, path = load_chapter(CHAPTER), tmp_path / "table.pt"
+    options, table, train = (modules[name] for name in ("options", "table", "train"))
+    table.save_table(path, torch.ones(8, 32))
+    # The server is not told how many rows there are to be, nor how large a batch is.
+    words = ["train.py", "--role=parameter_server", *ADDRESS, f"--table={path}"]
+    with (
+        mock.patch.object(sys, "argv", [*words, "--trainers=4000"]),
+        mock.patch.dict(os.environ) as environment,
+    ):
+        environment.pop("RANK", None)
+        assert options.parse_args().table == path
+    # The master asks for it before anything is made.
+    calls: list[str] = []
+
+    def call_here(to: str, function: Any) -> Any:
+        assert to == "parameter_server"
+        calls.append(function.__name__)
+        return function()
+
+    settings = modules["trainer"].Settings(2, 2**15, 16, 3, None, 0.1, 0)
+    with (
+        mock.patch.object(table, "file", [path]),
+        mock.patch.object(table, "ready", threading.Event()) as ready,
+        mock.patch.object(table, "nobody_needs_it", threading.Event()) as over,
+        mock.patch.object(train.rpc, "rpc_sync", call_here),
+        mock.patch.object(train, "RemoteModule", side_effect=AssertionError),
+    ):
+        ready.set()
+        assert not train.be_master(settings)
+        assert over.is_set()
+    assert calls == ["shape_in_file", "release"]
+    assert capsys.readouterr().out == (
+        "master: the server's file holds a table of (8, 32), not (32768, 32); give "
+        "--rows as then, or the server another --table\n"
+    )
+    assert torch.equal(table.load_table(path), torch.ones(8, 32))
+
+
+def group_of_trainer_zero(body: Callable[..., None], *more: Any) -> tuple[str, Any]:
+    """Let a script form its group as if there were two GPUs; return backend, device."""
+    modules = load_chapter(CHAPTER)
+    store = modules["meeting"].host_store("127.0.0.1")
+    store.set("machine 1", socket.gethostname())
+    settings = modules["trainer"].Settings(2, 2**15, 16, 3, None, 0.1, 0)
+    cuda, devices = torch.device("cuda"), []
+    with (
+        mock.patch.object(torch.accelerator, "current_accelerator", return_value=cuda),
+        mock.patch.object(torch.accelerator, "device_count", return_value=2),
+        mock.patch.object(torch.accelerator, "set_device_index"),
+        mock.patch.object(modules["train"], "used_devices", devices),
+        mock.patch.object(modules["train"], "in_group", threading.Event()) as in_group,
+        mock.patch.object(dist, "init_process_group") as form,
+    ):
+        body("trainer0", store, settings, *more)
+        assert in_group.is_set()
+    (backend,) = form.call_args.args
+    return backend, devices
+
+
+def test_what_stays_on_the_cpu_meets_by_gloo_also_where_there_are_gpus(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    modules = load_chapter(CHAPTER)
+    group = group_of_trainer_zero(modules["train"].be_one, None)
+    assert group == ("nccl", [torch.device("cuda", 0)])
+    printed = "trainer 0: device: cuda with nccl (2 cuda, one for each local rank)\n"
+    assert capsys.readouterr().out == printed
+    # `asynchronous.py` makes its dense part on the CPU, and says nothing of devices.
+    group = group_of_trainer_zero(modules["asynchronous"].be_one_of_them)
+    assert group == ("gloo", [torch.device("cpu")])
+    assert capsys.readouterr().out == ""
 
 
 def test_two_meeting_points_need_two_ports() -> None:
