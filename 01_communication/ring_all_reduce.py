@@ -64,19 +64,20 @@ def ring_all_reduce(
     # In the reduce-scatter, summands land beside the pieces they are added to.
     to_add = pieces(range(1, world_size))
     landings = [slots[i % IN_FLIGHT][: len(piece)] for i, piece in enumerate(to_add)]
-    sends = [isend(piece, right) for piece in pieces(range(1))]
-    receives = [dist.irecv(landing, left) for landing in landings[:IN_FLIGHT]]
     # In the all-gather, finished sums land in their places.
     landings += pieces(range(world_size - 1))
     to_forward = len(landings) - len(pieces(range(world_size - 2, world_size - 1)))
-    receives += [dist.irecv(one, left) for one in landings[len(receives) : IN_FLIGHT]]
+    # Receives come first: a sender waits for word that there is room, and that word
+    # would have to queue behind whatever this rank is sending itself.
+    receives = [dist.irecv(landing, left) for landing in landings[:IN_FLIGHT]]
+    sends = [isend(piece, right) for piece in pieces(range(1))]
     for i, landing in enumerate(landings):
         receives[i].wait()  # type: ignore[union-attr]
         piece = to_add[i].add_(landing) if i < len(to_add) else landing
-        if i < to_forward:
-            sends.append(isend(piece, right))
         if i + IN_FLIGHT < len(landings):
             receives.append(dist.irecv(landings[i + IN_FLIGHT], left))
+        if i < to_forward:
+            sends.append(isend(piece, right))
     # Until its `wait` returns, a send may still be reading from the tensor.
     for send in sends:
         send.wait()  # type: ignore[union-attr]

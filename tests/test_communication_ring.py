@@ -66,6 +66,27 @@ def chunks_sent() -> list[int]:
     return chunks
 
 
+def order_of_posting(numel: int) -> str:
+    """Return R for each receive and S for each send, as the ring starts them."""
+    order = []
+
+    def isend(piece: torch.Tensor, to: int) -> dist.Work | None:
+        order.append("S")
+        return dist.isend(piece, to)
+
+    def irecv(piece: torch.Tensor, source: int) -> dist.Work | None:
+        order.append("R")
+        return real_irecv(piece, source)
+
+    real_irecv = dist.irecv
+    with (
+        mock.patch.object(RING, "PIECE", 2),
+        mock.patch.object(RING.dist, "irecv", irecv),
+    ):
+        RING.ring_all_reduce(torch.ones(numel), isend)
+    return "".join(order)
+
+
 def wait_for_a_send_that_nobody_receives() -> str:
     """Wait half a second for it, and return how that ends."""
     work = dist.isend(torch.ones(8), 1 - dist.get_rank())
@@ -161,6 +182,13 @@ def test_exercise_which_chunk_a_rank_completes(
         assert len(chunks) == 2 * (n - 1)
         # The all-gather begins with the chunk that the reduce-scatter completed.
         assert chunks[n - 1] == (rank + 1) % n
+
+
+def test_room_is_made_before_anything_is_sent(worker_pool: WorkerPool) -> None:
+    # Two chunks of four pieces each, three receives at a time. Sends first, the ring
+    # took half as long again between two hosts.
+    ranks = worker_pool.run(order_of_posting, 16)
+    assert ranks == ["RRR" + "SSSS" + "RS" * 4 + "R"] * 2
 
 
 def test_a_send_ends_only_when_it_is_received(worker_pool: WorkerPool) -> None:
