@@ -1,4 +1,4 @@
-"""Draw what held.py counted: the bytes that one rank holds, by stage and ranks.
+"""Draw what held.py counted: the bytes that one rank holds, and the most in a step.
 
 Run: python 05_deepspeed_zero/draw_held.py
 Needs: matplotlib, and the numbers of runs on 1 to 4 ranks: held.py --json adds them.
@@ -46,7 +46,9 @@ def draw_bars(numbers: dict[str, Any]) -> tuple[Any, int, float]:
                 for kind, height in bar_heights(result).items():
                     axis.bar(x, height, 0.18, bottom, color=COLOURS[kind])
                     bottom += height
-                axis.text(x, bottom + 0.3, world, ha="center", fontsize=10)
+                most = result["most"] / n - bottom
+                axis.bar(x, most, 0.18, bottom, color="none", ec="#999999", lw=1)
+                axis.text(x, bottom + most + 0.4, world, ha="center", fontsize=10)
                 paper = sum(bytes_held(n, stage, int(world), precision).values()) / n
                 axis.plot([x - 0.09, x + 0.09], [paper] * 2, color="#222222", lw=1.5)
                 bars, worst = bars + 1, max(worst, abs(bottom / paper - 1))
@@ -60,8 +62,10 @@ def draw_bars(numbers: dict[str, Any]) -> tuple[Any, int, float]:
         plt.Rectangle((0, 0), 1, 1, color=c) for c in COLOURS.values()
     ]
     handles.append(plt.Line2D([], [], color="#222222", lw=1.5))
-    axes[0].set_ylim(0, 25)
-    axes[1].legend(handles, [*COLOURS, "formula"], ncols=2, loc="upper right")
+    handles.append(plt.Rectangle((0, 0), 1, 1, fc="none", ec="#999999"))
+    axes[0].set_ylim(0, 39)
+    names = [*COLOURS, "formula", "for a moment"]
+    axes[1].legend(handles, names, ncols=2, loc="upper right")
     figure.tight_layout()
     return figure, bars, worst
 

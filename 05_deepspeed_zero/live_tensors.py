@@ -3,11 +3,15 @@
 import ctypes
 import gc
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import psutil
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from traffic import flat_tensors
 
 # In this order: a tensor that could be two things is the first of them.
 LIVE_KINDS = ("parameters", "gathered", "buckets", "gradients", "optimizer", "other")
@@ -68,24 +72,33 @@ def named_tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
         yield from (("buckets", buffer) for buffer in buffers)
 
 
-def bytes_by_kind(
-    engine: Any, before: dict[int, torch.UntypedStorage]
-) -> dict[str, int]:
-    """Return the bytes of each of LIVE_KINDS on this rank, now.
+def own_storages(
+    engine: Any, before: dict[int, torch.UntypedStorage], place: str | None = None
+) -> dict[int, torch.UntypedStorage]:
+    """Return by its address all memory on this rank that came after `before`.
 
     Args:
         engine: what `deepspeed.initialize` returned.
         before: `live_storages` before there was a model; it is left out.
+        place: a type of device, to count only what is there.
     """
+    named = [one for _, one in named_tensors(engine) if one is not None]
+    found = live_storages(named, place).items()
+    return {address: one for address, one in found if address not in before}
+
+
+def bytes_by_kind(
+    engine: Any, before: dict[int, torch.UntypedStorage]
+) -> dict[str, int]:
+    """Return the bytes of each of LIVE_KINDS on this rank, now; see own_storages."""
     kinds: dict[int, str] = {}
     named = [(kind, one) for kind, one in named_tensors(engine) if one is not None]
     # The parameters come first and are never mistaken for what is cut out of them.
     for kind, tensor in sorted(named, key=lambda pair: LIVE_KINDS.index(pair[0])):
         kinds.setdefault(tensor.untyped_storage().data_ptr(), kind)
     counted: dict[str, int] = dict.fromkeys(LIVE_KINDS, 0)
-    for address, storage in live_storages([one for _, one in named]).items():
-        if address not in before:
-            counted[kinds.get(address, "other")] += storage.nbytes()
+    for address, storage in own_storages(engine, before).items():
+        counted[kinds.get(address, "other")] += storage.nbytes()
     return counted
 
 
@@ -93,16 +106,55 @@ def bytes_by_place(
     engine: Any, before: dict[int, torch.UntypedStorage]
 ) -> dict[str, int]:
     """Return the bytes that tensors take on this rank by type of device, host last."""
-    named = [one for _, one in named_tensors(engine) if one is not None]
-    places = dict.fromkeys([engine.device.type, "cpu"])
     return {
-        place: sum(
-            storage.nbytes()
-            for address, storage in live_storages(named, place).items()
-            if address not in before
-        )
-        for place in places
+        place: sum(s.nbytes() for s in own_storages(engine, before, place).values())
+        for place in dict.fromkeys([engine.device.type, "cpu"])
     }
+
+
+class PeakCounter(TorchDispatchMode):
+    """While it is active, follows what tensors own; `most` is the most at any time.
+
+    Every operation goes through PyTorch's dispatcher, also those that Adam needs for a
+    moment. What is new afterwards is added, and taken off when it is freed.
+    """
+
+    def __init__(self) -> None:
+        """Follow nothing until `start` is called."""
+        super().__init__()
+        self.bytes: dict[int, int] = {}
+        self.now = self.most = 0
+        self.started = False
+
+    def start(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Begin with these."""
+        self.started = True
+        for storage in storages:
+            self.follow(storage)
+
+    def follow(self, storage: torch.UntypedStorage) -> None:
+        """Add memory that is not known yet."""
+        address, count = storage.data_ptr(), storage.nbytes()
+        if count and address not in self.bytes:
+            self.bytes[address] = count
+            self.now += count
+            self.most = max(self.most, self.now)
+            # Called when the memory is freed, whoever held it last.
+            weakref.finalize(storage, self.forget, address)
+
+    def forget(self, address: int) -> None:
+        """Take off what has been freed."""
+        self.now -= self.bytes.pop(address)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Let an operation happen, and follow what it returns."""
+        result = func(*args, **(kwargs or {}))
+        if self.started:
+            for tensor in flat_tensors(result):
+                self.follow(tensor.untyped_storage())
+        return result
 
 
 def return_freed_memory() -> bool:

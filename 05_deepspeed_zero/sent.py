@@ -5,7 +5,8 @@ Needs: requirements.txt. It takes a GPU for every rank if there is one; what rea
     out is counted with gloo on Linux.
 Expect: for each stage the collectives of one step, their number and bytes, and how many
     times the parameters a rank sent, beside the paper's 2, 2, 2 and 3. DeepSpeed's
-    defaults send 3 in stages 1 and 2. A `check:` that all counts agree on all ranks.
+    defaults send 3 in stages 1 and 2, and with --micro-batches 2 more again in stages 2
+    and 3. A `check:` that all counts agree on all ranks.
 Before: 05_deepspeed_zero/held.py
 Next: 05_deepspeed_zero/offload.py
 """
@@ -77,22 +78,27 @@ def measure_traffic(
 ) -> dict[str, Any]:
     """Train three steps and count in the third. Every rank must call this.
 
+    A step is as many micro-batches as `args` says; the last one changes the weights.
+
     In its first two steps stage 3 finds out in which order it will need the parameters.
     """
     model = new_model(args.width, args.layers)
     parameters = sum(p.numel() for p in model.parameters())
     settings: dict[str, Any] = {**buckets_for(parameters, args.width), **more}
     logger = {"enabled": True, "verbose": False, "prof_all": True}
-    engine = make_engine(model, stage, "fp32", settings, comms_logger=logger)
+    parts = args.micro_batches
+    several = {"comms_logger": logger, "gradient_accumulation_steps": parts}
+    engine = make_engine(model, stage, "fp32", settings, **several)
     inputs, world_size = one_sample(dist.get_rank(), device), dist.get_world_size()
-    for _ in range(2):
+    for _ in range(2 * parts):
         step_once(engine, inputs)
     logged_calls(world_size)
     # Only gloo's messages go over TCP. After a barrier none is still under way.
     dist.barrier()
     before = tcp_bytes_sent() if dist.get_backend() == "gloo" else None
     with CollectiveCounter() as counter:
-        step_once(engine, inputs)
+        for _ in range(parts):
+            step_once(engine, inputs)
     dist.barrier()
     after = tcp_bytes_sent()
     threshold = engine.zero_param_persistence_threshold()
@@ -104,6 +110,7 @@ def measure_traffic(
         "small": small,
         "at_both_ends": 2 * embedding if embedding >= threshold else 0,
         "to_owner": bool(more),
+        "parts": parts,
         "bytes": 4 * parameters,
         "logged": logged_calls(world_size),
         "counted": {k: (len(v), sum(v)) for k, v in counter.calls.items()},
@@ -167,13 +174,17 @@ def compare_counts(everything: list[list[dict[str, Any]]]) -> str:
             # Not only the same on this rank: collectives are calls of all ranks.
             same = result["logged"] == result["counted"] == first["counted"]
             different += not (same and result["counted"])
-        # All-reduce and all-gather, where the paper has reduce-scatter and all-gather.
-        expected = 3.0 if first["stage"] in {1, 2} and not first["to_owner"] else 2.0
+        # Gradients that are divided go to their owner in each micro-batch.
+        exchanges = first["parts"] if first["stage"] >= 2 else 1
+        # Stages 1 and 2 have an all-reduce, where the paper has a reduce-scatter, and
+        # then an all-gather of the weights.
+        expected = exchanges * (1 if first["to_owner"] else 2) + (first["stage"] > 0)
         if first["stage"] == 3:
             # Small tensors stay on every rank and are gathered only after the step. The
             # embedding is the output matrix too: it is gathered for either end.
-            more = first["at_both_ends"] - first["small"]
-            expected = 3 + 4 * more / first["bytes"]
+            each = first["at_both_ends"] - 2 * first["small"]
+            more = exchanges * each + first["small"]
+            expected = 3 * exchanges + 4 * more / first["bytes"]
         different += abs(many.by_calls / expected - 1) > 0.01
         if many.by_tcp is not None:
             by_tcp += 1
@@ -196,6 +207,7 @@ def main() -> None:
     add = parser.add_argument
     add("--width", type=positive_int, default=512, help="a multiple of 128")
     add("--layers", type=positive_int, default=2, help="transformer blocks")
+    add("--micro-batches", type=positive_int, default=1, help="in a step")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.width % 128:

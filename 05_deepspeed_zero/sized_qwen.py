@@ -7,6 +7,7 @@ from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
 from paper import PRECISIONS, bytes_for_each
+from peak import ADAMS
 
 # Tokens in the one sample of a step: few, since activations are not what is counted.
 BLOCK_SIZE = 64
@@ -99,7 +100,8 @@ def fit_into(room: int, width: int, layers: int) -> None:
     """Say before anything is allocated that a model is too large, and what would fit.
 
     All stages are counted one after the other. What any of them holds for a parameter
-    before anything is divided (paper.py) is what each rank may come to hold.
+    before anything is divided (paper.py), and in a step for a moment (peak.py: stage 3
+    copies its gradients), is what each rank may come to hold.
 
     Args:
         room: bytes that one rank may take.
@@ -110,6 +112,7 @@ def fit_into(room: int, width: int, layers: int) -> None:
         ValueError: one line with the model's size, the room, and a way out.
     """
     each = max(sum(bytes_for_each(p, stage)) for p in PRECISIONS for stage in range(4))
+    each += 4 * (1 + max(ADAMS.values()))
     parameters = parameters_of(width, layers)
     if each * parameters <= room:
         return

@@ -115,10 +115,8 @@ def meeting_place() -> str:
 
 def ranks_on_this_machine() -> int:
     """Return how many there are; torchrun and deepspeed have different names for it."""
-    env = os.environ
-    return int(
-        env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or env["WORLD_SIZE"]
-    )
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")
+    return int(next(os.environ[name] for name in names if os.environ.get(name)))
 
 
 def find_place() -> tuple[torch.device, str]:
@@ -139,7 +137,9 @@ def find_place() -> tuple[torch.device, str]:
     local = ranks_on_this_machine()
     if local > MOST_RANKS:
         refuse(f"{local} ranks are too many for one machine; start two, --num_gpus=2")
-    device, reason = choose_device(int(env["LOCAL_RANK"]), local)
+    device, reason = torch.device("cpu"), "as DS_ACCELERATOR says"
+    if env.get("DS_ACCELERATOR") != "cpu":
+        device, reason = choose_device(int(env["LOCAL_RANK"]), local)
     if "OMP_NUM_THREADS" not in env:
         # torchrun sets it to 1. Under deepspeed each rank would take all the cores,
         # and its threads would wait for those of the other ranks.

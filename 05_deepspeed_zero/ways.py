@@ -93,7 +93,7 @@ class StepCounter:
         return tcp_bytes_sent() if dist.get_backend() == "gloo" else None
 
     def note_held(self, _: torch.Tensor) -> None:
-        """Count when the last gradient has come: now there are most."""
+        """Count when the last gradient has come, and nothing has been let go yet."""
         self.held = bytes_by_kind(self.holder, self.before)
 
     def __enter__(self) -> None:

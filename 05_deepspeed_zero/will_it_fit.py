@@ -3,9 +3,9 @@
 Run: python 05_deepspeed_zero/will_it_fit.py --shape 1.5B --ranks 2
 Needs: requirements.txt. No accelerator and no launcher; `--model` reads the config of a
     Hugging Face checkpoint, not its weights.
-Expect: for each stage, gigabytes by kind on one rank, and on how many ranks the model
-    fits into --memory; a `check:` that the shares of all ranks make up the model.
-    Parameters, gradients and states are exact, activations an estimate.
+Expect: for each stage, gigabytes by kind on one rank, the most in a step, and on how
+    many ranks the model fits into --memory; a `check:` that the shares of all ranks
+    make up the model. All but the activations, an estimate, is as held.py counts it.
 Before: 05_deepspeed_zero/offload.py; held.py measures what this works out.
 Next: 05_deepspeed_zero/losses.py
 """
@@ -20,6 +20,7 @@ from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
 from paper import KINDS, PRECISIONS, bytes_for_each, bytes_held, values_added
+from peak import ADAMS, most_in_step
 from proof import expected_count
 from start import positive_int, refuse
 
@@ -45,6 +46,7 @@ class Job(NamedTuple):
     micro_batch_size: int = 1
     bucket: int = 500_000_000  # reduce_bucket_size
     live: int = 1_000_000_000  # stage3_max_live_parameters
+    adam: str = "foreach"  # one of ADAMS
     threshold: int = 100_000  # stage3_param_persistence_threshold
 
 
@@ -99,6 +101,8 @@ def activation_bytes(job: Job) -> int:
 def bytes_on_a_rank(job: Job, stage: int, world_size: int) -> dict[str, float]:
     """Return bytes by kind on rank 0, which is never the one with least; and "host".
 
+    "step" is the most after the last gradient; with offload it is not worked out.
+
     Raises:
         ValueError: this combination does not exist in DeepSpeed.
     """
@@ -117,6 +121,8 @@ def bytes_on_a_rank(job: Job, stage: int, world_size: int) -> dict[str, float]:
     present = min(added["gathered"] + job.live, total) if stage == 3 else 0
     counted["gathered"] = present * each.weight if world_size > 1 else 0
     counted["activations"] = activation_bytes(job)
+    how = (job.sizes, stage, 0, world_size, job.precision, job.adam)
+    counted["step"] = most_in_step(counted, *how) if job.offload == "none" else 0
     counted["host"] = 0
     if job.offload != "none":
         # Beside the states the host keeps two buffers for the share's gradients, one in
@@ -139,24 +145,16 @@ def fewest_ranks(job: Job, stage: int, memory: float) -> int | None:
             counted = bytes_on_a_rank(job, stage, world_size)
         except ValueError:
             return None
-        if sum(counted[kind] for kind in ALL_KINDS) <= memory:
+        in_all = sum(counted[kind] for kind in ALL_KINDS)
+        if max(in_all, counted["step"]) <= memory:
             return world_size
     return None
 
 
 def breakdown(job: Job, world_size: int, memory: float) -> list[str]:
     """Return the table for one number of ranks: a line for each stage."""
-    heads = (
-        "params",
-        "grads",
-        "states",
-        "bucket",
-        "fetched",
-        "~act.",
-        "in all",
-        "host",
-    )
-    lines = ["stage   Adam's count" + "".join(f"{head:>8}" for head in heads)]
+    heads = " params  grads states bucket  fetch  ~act. in all   step   host"
+    lines = [f"stage   Adam's count{heads}"]
     for stage in range(4):
         count = expected_count(job.sizes, stage, world_size)
         try:
@@ -164,9 +162,9 @@ def breakdown(job: Job, world_size: int, memory: float) -> list[str]:
         except ValueError as error:
             lines.append(f"{stage:5}   {error}")
             continue
-        numbers = [held[kind] for kind in ALL_KINDS]
-        numbers += [sum(numbers), held["host"]]
-        row = "".join(f"{number / 1e9:8.2f}" for number in numbers)
+        amounts = [held[kind] / 1e9 for kind in ALL_KINDS]
+        amounts += [sum(amounts), held["step"] / 1e9, held["host"] / 1e9]
+        row = "".join(f"{x:7.0f}" if x >= 100 else f"{x:7.2f}" for x in amounts)
         lines.append(f"{stage:5}{count:>15,}{row}")
     found = [(stage, fewest_ranks(job, stage, memory)) for stage in range(4)]
     fits = ", ".join(f"stage {stage}: {ranks or 'never'}" for stage, ranks in found)
@@ -220,6 +218,7 @@ def main() -> None:
     add("--micro-batch-size", type=positive_int, default=1, help="samples on a rank")
     add("--bucket", type=positive_int, default=500_000_000, help="reduce_bucket_size")
     add("--live", type=positive_int, default=10**9, help="stage3_max_live_parameters")
+    add("--adam", choices=ADAMS, default="foreach", help="PyTorch's on a GPU")
     add("--memory", type=positive_int, default=80, help="GB that a rank has")
     add("--table", action="store_true", help="all shapes on 1 to 1024 ranks, in GB")
     args = parser.parse_args()
@@ -227,7 +226,7 @@ def main() -> None:
         print("\n".join(table_of_shapes(args.precision)))
     config = load_config(args.model) if args.model else named_shape(args.shape)
     name = args.model or SHAPES[args.shape][0]
-    values = (args.seq_length, args.micro_batch_size, args.bucket, args.live)
+    values = args.seq_length, args.micro_batch_size, args.bucket, args.live, args.adam
     job = Job(tensor_sizes_of(config), config, args.precision, args.offload, *values)
     total = sum(job.sizes)
     if not args.table:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -115,6 +116,29 @@ def check_after(stage: int, mistake: str) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def send_two_micro_batches() -> tuple[str, list[float], dict[int, str]]:
+    """Count as sent.py --micro-batches=2; return what no_sync is answered, too."""
+    modules, cpu = prepare(), torch.device("cpu")
+    modules["start"].choose_parts({"optimizer": {"params": {}}}, cpu, False)
+    sent, everything = modules["sent"], []
+    args = SimpleNamespace(width=256, layers=1, micro_batches=2)
+    for stage, more in sent.VARIANTS:
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, sent.measure_traffic(args, stage, more, cpu))
+        everything.append(by_rank)
+    times = [sent.multiples(results).by_calls for results in everything]
+    answers = {}
+    for stage in range(4):
+        engine = make_engine(stage)
+        try:
+            with engine.no_sync():
+                answers[stage] = ""
+        except AssertionError as error:
+            answers[stage] = str(error)
+        engine.destroy()
+    return sent.compare_counts(everything), times, answers
 
 
 def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
@@ -416,6 +440,37 @@ def test_ranks_share_the_cores(
     assert chosen == ([32] if cores == "half" else [])
 
 
+@pytest.mark.parametrize(("wanted", "taken"), [("cpu", "cpu"), (None, "cuda")])
+def test_two_hosts_on_one_machine_need_not_share_its_gpu(
+    wanted: str | None, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    # What --no_ssh gives each host's only rank, on a machine with one GPU.
+    for name, value in {"LOCAL_RANK": "0", "LOCAL_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    if wanted:
+        monkeypatch.setenv("DS_ACCELERATOR", wanted)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    gpu, accelerator = torch.device("cuda"), torch.accelerator
+    monkeypatch.setattr(accelerator, "current_accelerator", lambda **_: gpu)
+    monkeypatch.setattr(accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(accelerator, "set_device_index", lambda _: None)
+    monkeypatch.setattr(dist, "get_default_backend_for_device", lambda _: "nccl")
+    device, reason = load_chapter(CHAPTER)["start"].find_place()
+    # DeepSpeed asks the environment, and so must come to the same.
+    assert (device.type, os.environ["DS_ACCELERATOR"]) == (taken, taken)
+    assert (
+        reason
+        == {
+            "cpu": "as DS_ACCELERATOR says",
+            "cuda": "1 cuda, one for each local rank",
+        }[taken]
+    )
+
+
 def test_bad_input_is_one_line() -> None:
     for arguments, expected in (
         (["--steps=0"], "argument --steps: '0' is not a whole number of 1 or more"),
@@ -459,6 +514,24 @@ def test_all_stages_equal_one_process(world_size: int, zero_pools: Pools) -> Non
             assert apart < 1e-5
             assert f"{expected:,} Adam states on each of {world_size} rank(s)" in result
         assert len(results) == 4
+
+
+def test_stages_2_and_3_exchange_gradients_in_every_micro_batch(
+    zero_pools: Pools,
+) -> None:
+    results = zero_pools(2).run(send_two_micro_batches, world_size=2, timeout=120)
+    assert len(results) == 2
+    for text, times, answers in results:
+        assert re.search(r"counts by .* on 2 ranks, 0 wrong; .* in 6 of 6$", text)
+        # Stages 0 and 1 exchange once, as with one micro-batch; then come the weights.
+        assert times[:3] == pytest.approx([2, 2 + 1, 1 + 1], abs=0.01)
+        # An all-reduce, or a reduce to the owner, for each of two.
+        assert times[3:5] == pytest.approx([2 * 2 + 1, 2 * 1 + 1], abs=0.01)
+        # And in stage 3 two times the weights for each, but for the small ones.
+        assert 2 * 2 < times[5] <= 2 * 3
+        assert [stage for stage, answer in answers.items() if not answer] == [0, 1]
+        for stage in (2, 3):
+            assert "no_sync context manager is incompatible" in answers[stage]
 
 
 @pytest.mark.parametrize(
