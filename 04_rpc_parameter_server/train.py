@@ -36,6 +36,7 @@ from options import parse_args, refuse
 from trainer import (
     SERVER,
     Settings,
+    first_line,
     in_group,
     local_rank_of,
     run_trainer,
@@ -157,9 +158,8 @@ def be_one(
         return True
     rank = int(name.removeprefix("trainer"))
     device, reason = choose_device(*local_rank_of(rank, settings.trainers, store))
-    if rank == 0:
-        backend = dist.get_default_backend_for_device(device)
-        say(name, f"device: {device.type} with {backend} ({reason})")
+    backend = dist.get_default_backend_for_device(device)
+    first_line.append(f"device: {device.type} with {backend} ({reason})")
     join_trainers(rank, settings.trainers, store, device)
     # The rest of a trainer's work is a call that comes from the master.
     return True

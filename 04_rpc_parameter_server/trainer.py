@@ -24,6 +24,7 @@ from table import whole_table
 SERVER = "parameter_server"
 # This process's own, for the call that will come from the master.
 used_devices: list[torch.device] = []
+first_line: list[str] = []  # said when the master has asked for training
 in_group = threading.Event()
 
 
@@ -146,6 +147,8 @@ def train_here(table: RemoteModule, settings: Settings) -> list[str]:
     optimizer = distributed_sgd(model, settings.lr)
     untrained = accuracy(model, held_out)
     if rank == 0:
+        for line in first_line:
+            say(name, line)
         say(name, f"{len(training)} samples from {training.files} files to train on")
         say(name, f"{len(held_out)} from {held_out.files} other files held out")
         say(name, f"chance {1 / len(PACKAGES):.1%}, untrained {untrained:.1%} right")

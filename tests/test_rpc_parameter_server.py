@@ -377,39 +377,42 @@ def test_the_size_of_a_table_is_the_masters_to_decide(
     assert torch.equal(table.load_table(path), torch.ones(8, 32))
 
 
-def group_of_trainer_zero(body: Callable[..., None], *more: Any) -> tuple[str, Any]:
-    """Let a script form its group as if there were two GPUs; return backend, device."""
+def group_of_trainer_zero(
+    body: Callable[..., None], *more: Any
+) -> tuple[str, list[torch.device], list[str]]:
+    """Let a script form its group as if there were two GPUs.
+
+    Returns:
+        The backend, the devices that are used, and what is going to be said of them.
+    """
     modules = load_chapter(CHAPTER)
     store = modules["meeting"].host_store("127.0.0.1")
     store.set("machine 1", socket.gethostname())
     settings = modules["trainer"].Settings(2, 2**15, 16, 3, None, 0.1, 0)
-    cuda, devices = torch.device("cuda"), []
+    cuda, devices, lines = torch.device("cuda"), [], []
     with (
         mock.patch.object(torch.accelerator, "current_accelerator", return_value=cuda),
         mock.patch.object(torch.accelerator, "device_count", return_value=2),
         mock.patch.object(torch.accelerator, "set_device_index"),
         mock.patch.object(modules["train"], "used_devices", devices),
+        mock.patch.object(modules["train"], "first_line", lines),
         mock.patch.object(modules["train"], "in_group", threading.Event()) as in_group,
         mock.patch.object(dist, "init_process_group") as form,
     ):
         body("trainer0", store, settings, *more)
         assert in_group.is_set()
     (backend,) = form.call_args.args
-    return backend, devices
+    return backend, devices, lines
 
 
-def test_what_stays_on_the_cpu_meets_by_gloo_also_where_there_are_gpus(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_stays_on_the_cpu_meets_by_gloo_also_where_there_are_gpus() -> None:
     modules = load_chapter(CHAPTER)
     group = group_of_trainer_zero(modules["train"].be_one, None)
-    assert group == ("nccl", [torch.device("cuda", 0)])
-    printed = "trainer 0: device: cuda with nccl (2 cuda, one for each local rank)\n"
-    assert capsys.readouterr().out == printed
+    line = "device: cuda with nccl (2 cuda, one for each local rank)"
+    assert group == ("nccl", [torch.device("cuda", 0)], [line])
     # `asynchronous.py` makes its dense part on the CPU, and says nothing of devices.
     group = group_of_trainer_zero(modules["asynchronous"].be_one_of_them)
-    assert group == ("gloo", [torch.device("cpu")])
-    assert capsys.readouterr().out == ""
+    assert group == ("gloo", [torch.device("cpu")], [])
 
 
 def test_two_meeting_points_need_two_ports() -> None:
