@@ -87,11 +87,8 @@ def measure_held(
     with peak:
         step_once(engine, inputs)
     hook.remove()
-    sizes, rank, world_size = (
-        tensor_sizes(engine),
-        dist.get_rank(),
-        dist.get_world_size(),
-    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sizes = tensor_sizes(engine)
     threshold = engine.zero_param_persistence_threshold() if stage == 3 else 0
     held, paper = moments[-1], bytes_held(parameters, stage, world_size, precision)
     more = values_added(sizes, stage, rank, world_size, threshold)

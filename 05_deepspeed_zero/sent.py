@@ -154,7 +154,9 @@ def variant_lines(results: list[dict[str, Any]]) -> list[str]:
     line = f"  these need {many.by_calls:.2f} times the parameters"
     if many.by_tcp is not None:
         line += f", gloo sent {many.by_tcp:.2f}"
-    return [*lines, f"{line}; the paper: {values_sent(first['stage'])}"]
+    if first["parts"] == 1:  # the paper's step has one micro-batch
+        line += f"; the paper: {values_sent(first['stage'])}"
+    return [*lines, line]
 
 
 def compare_counts(everything: list[list[dict[str, Any]]]) -> str:

@@ -39,10 +39,10 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]
 
 
 def bytes_of(results: list[dict[str, Any]], precision: str, kind: str) -> list[int]:
-    """Return one kind's bytes in stages 0 to 3."""
+    """Return the bytes of one kind, or of "most", in stages 0 to 3."""
     chosen = [one for one in results if one["precision"] == precision]
     assert [one["stage"] for one in chosen] == [0, 1, 2, 3]
-    return [one["held"].get(kind, one["most"]) for one in chosen]
+    return [{**one["held"], "most": one["most"]}[kind] for one in chosen]
 
 
 def test_every_rank_holds_what_the_paper_says(held: Any) -> None:
@@ -115,6 +115,23 @@ def test_a_step_takes_more_than_it_keeps(
     assert most == pytest.approx(expected, rel=0.03)
     whole = sum(result["held"][k] for k in module("live_tensors").LIVE_KINDS)
     assert result["most"] > 1.05 * whole
+
+
+def test_page_shows_the_most_that_was_counted() -> None:
+    page = (ROOT / CHAPTER / "README.md").read_text("utf-8")
+    counted = json.loads((ROOT / "assets/05_held.json").read_text())
+    row = r"^\| stage (\d)" + 2 * r" \| [^|]+ \| ([\d.]+) \| ([\d.]+)" + r" \|$"
+    rows = re.findall(row, page, re.M)
+    assert len(rows) == 4 and [stage for stage, *_ in rows] == list("0123")
+    for stage, *shown in rows:
+        most = [
+            one["most"] / one["parameters"]
+            for precision in ("fp32", "bf16")
+            for ranks in "24"
+            for one in counted[ranks][0]
+            if (one["precision"], one["stage"]) == (precision, int(stage))
+        ]
+        assert shown == [f"{number:.1f}" for number in most]
 
 
 def test_stage_0_in_bfloat16_makes_all_gradients_float32_for_adam(held: Any) -> None:
