@@ -36,8 +36,9 @@ smoke: setup-dev ## Set up, then run one script of each chapter.
 test: setup-dev ## Set up, then run the tests but for the slow ones.
 	@$(pytest) -m "not slow" tests
 
+# The pages that take longest come first, so that neither process idles at the end.
 pages: setup-dev ## Set up, then run every command of every page.
-	@$(pytest) 0*/*.md *.md
+	@$(pytest) $(wildcard 0[345]*/*.md 0*/*/*.md 0[12]*/*.md *.md)
 
 test-all: setup-dev ## Set up, then run every test and every command of every page.
 	@$(pytest)
@@ -55,8 +56,7 @@ figures: setup ## Draw again every picture under assets/.
 	done
 
 refresh: setup-dev figures ## Draw every picture, run every command, rewrite the pages.
-	@OMP_NUM_THREADS=1 .venv/bin/python tests/readme_runner.py --update
-	@.venv/bin/python tests/gather_claims.py
+	@OMP_NUM_THREADS=1 .venv/bin/python tests/support/readme_runner.py --update
 
 setup: ## Make .venv and install requirements.txt, unless that is done.
 	$(eval fault := $(venv_fault))

@@ -1,75 +1,75 @@
-"""Learn a landscape in one process: what every other script here must come out at.
+"""Learn a landscape in one process: the baseline of everything in this chapter.
 
 Run: python 02_ddp_mp/one_process.py --max_epochs=2 --batch_size=64
-Needs: this folder and requirements.txt. Uses an accelerator if there is one.
-Expect: the loss of each epoch, how many metres the model is off at places that it has
-    not seen, and a `check:` of the fact that data parallelism stands on.
-Before: 01_communication/collectives.py, where all-reduce is one call among many.
-Next: 02_ddp_mp/compare.py, where several processes share the work.
+Expect: the loss of each epoch, the error on held-out points, and the fact on which data
+    parallelism stands: two half batches have the mean gradient of the whole batch.
 """
 
-import argparse
-import signal
 import sys
 
 import torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, RandomSampler
 
-from options import make_parser, refuse_impossible, with_hyphens
-from proof import check_shares, rmse_in_metres
-from terrain import TerrainModel, load_terrain, sample_points
+from ranks import number, read_options
+from terrain import (
+    TerrainModel,
+    batch_gradient,
+    load_terrain,
+    rmse_in_metres,
+    sample_points,
+)
 
 
-def train_batch(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    places: torch.Tensor,
-    heights: torch.Tensor,
-) -> torch.Tensor:
-    """Take one step on a batch of places (B, 2) and heights (B, 1); return its loss."""
-    optimizer.zero_grad()
-    loss = mse_loss(model(places), heights)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def train_one_process(args: argparse.Namespace) -> None:
-    """Train, print the loss of each epoch, test on places that were held out."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = accelerator or torch.device("cpu")
-    print(f"device: {device.type}")
-    terrain = load_terrain()
-    train_set, held_out = sample_points(terrain, args.points)
-    torch.manual_seed(args.seed)
-    model = TerrainModel().to(device)
-    optimizer = torch.optim.Adam(model.parameters(), args.lr)
-    order = torch.Generator()
-    sampler = RandomSampler(train_set, generator=order)
-    loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    for epoch in range(args.max_epochs):
-        order.manual_seed(args.seed + epoch)
-        losses = torch.zeros(len(loader), device=device)
-        for step, (places, heights) in enumerate(loader):
-            places, heights = places.to(device), heights.to(device)
-            losses[step] = train_batch(model, optimizer, places, heights)
-        print(
-            f"epoch {epoch} | batch size {args.batch_size} | steps {len(loader)} | "
-            f"mean loss {losses.mean():.3f}"
-        )
-    error = rmse_in_metres(model, held_out, terrain)
-    print(f"error on unseen places: {error:.1f} m (a flat map: {terrain.std:.1f} m)")
-    print(f"check: {check_shares(model, held_out)}")
+def train_epoch(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader
+) -> float:
+    """Take a step on each batch of places (B, 2), heights (B, 1); return the loss."""
+    device, losses = next(model.parameters()).device, []
+    for batch in loader:
+        places, heights = (tensor.to(device) for tensor in batch)
+        optimizer.zero_grad()
+        loss = mse_loss(model(places), heights)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses) / len(losses)
 
 
 def main() -> None:
-    """Read the command line, refuse what cannot work, train."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it in silence
-    parser = make_parser("Learn a landscape in one process.")
-    args = parser.parse_args(with_hyphens(sys.argv[1:]))
-    refuse_impossible(args, world_size=1)
-    train_one_process(args)
+    """Train, evaluate, and compare the gradient of a batch with those of its halves."""
+    options = read_options(
+        max_epochs={"type": number(1, 1000), "default": 10, "help": "passes"},
+        batch_size={"type": number(1, 4096), "default": 64, "help": "points in a step"},
+    )
+    device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    terrain = load_terrain()
+    train_set, held_out = sample_points(terrain)
+    torch.manual_seed(0)
+    model = TerrainModel().to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    order = torch.Generator()
+    sampler = RandomSampler(train_set, generator=order)
+    loader = DataLoader(train_set, options.batch_size, sampler=sampler, drop_last=True)
+    for epoch in range(options.max_epochs):
+        order.manual_seed(epoch)
+        loss = train_epoch(model, optimizer, loader)
+        print(f"epoch {epoch} | steps {len(loader)} | mean loss {loss:.3f}")
+    error, baseline = rmse_in_metres(model, held_out, terrain), terrain.std
+    print(
+        f"held-out points: RMSE {error:.1f} m (predicting the mean: {baseline:.1f} m)"
+    )
+
+    batch = [tensor[:64].to(device) for tensor in held_out.tensors]
+    halves = zip(*(tensor.chunk(2) for tensor in batch), strict=True)
+    of_halves = torch.stack([batch_gradient(model, *half) for half in halves])
+    whole = batch_gradient(model, *batch)
+    error = ((of_halves.mean(dim=0) - whole).abs().max() / whole.abs().max()).item()
+    if not error < 1e-5:
+        sys.exit(f"two half batches: mean gradient {error:.0e} from the whole batch's")
+    print(
+        f"check: mean gradient of two half batches {error:.0e} from the whole batch's"
+    )
 
 
 if __name__ == "__main__":

@@ -1,175 +1,107 @@
-"""Learn a landscape on several ranks, which DDP keeps in step.
+"""Train on several ranks with `mp.spawn` and DistributedDataParallel (DDP).
 
 Run: python 02_ddp_mp/train.py --max_epochs=2 --batch_size=32
-Needs: this folder and requirements.txt. A GPU for every rank is used if there is one.
-Expect: the batches and the loss of each rank and epoch, batch size x steps x ranks =
-    4096, the same error as `one_process.py --batch_size=64`, and a `check:`.
-Before: 02_ddp_mp/compare.py, where DDP's work is done by hand.
-Next: 02_ddp_mp/spawn_traps.py, what `mp.spawn` does with your script.
+Expect: batches and local loss of each rank; then the mean loss and the RMSE of
+    `one_process.py --batch_size=64`.
 """
 
 import argparse
-import multiprocessing
 import os
 import signal
-import sys
-import threading
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-# Imported late, by an optimizer or DDP, this would hold the group beyond its end, and
-# the process might abort when it ends: chapter 03, "What people get wrong".
-import torch.distributed.nn
 import torch.multiprocessing as mp
-from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from options import (
-    make_parser,
-    positive_int,
-    refuse,
-    refuse_impossible,
-    with_hyphens,
+import ranks
+from one_process import train_epoch
+from ranks import check, fail, gather, number, say
+from terrain import (
+    TerrainModel,
+    gradient_error,
+    load_terrain,
+    rmse_in_metres,
+    sample_points,
 )
-from proof import check_ranks, count_epoch, rmse_in_metres
-from saving import check_place, check_saved, save_weights
-from terrain import TerrainModel, load_terrain, sample_points
 
 
-def choose_device(local_rank: int, local_world_size: int) -> tuple[torch.device, str]:
-    """Give each rank an accelerator of its own, or every rank the CPU; say why."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return torch.device("cpu"), "no accelerator found"
-    kind, found = accelerator.type, torch.accelerator.device_count()
-    if dist.get_default_backend_for_device(kind) == "gloo":
-        return torch.device("cpu"), f"no backend connects {kind} devices"
-    if found < local_world_size:
-        return torch.device("cpu"), f"{found} {kind} for {local_world_size} local ranks"
-    torch.accelerator.set_device_index(local_rank)
-    return torch.device(kind, local_rank), f"{found} {kind}, one for each local rank"
-
-
-def end_with_the_parent() -> None:
-    """End this rank as soon as the process that started it has ended, however it did.
-
-    `mp.spawn` sees to this itself on Linux, once a rank runs. This also holds on other
-    systems and while a rank is still being started.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def train_batch(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    places: torch.Tensor,
-    heights: torch.Tensor,
-) -> torch.Tensor:
-    """Take one step on a batch of places (B, 2) and heights (B, 1); return its loss."""
-    optimizer.zero_grad()
-    loss = mse_loss(model(places), heights)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def train_rank(rank: int, world_size: int, port: int, args: argparse.Namespace) -> None:
-    """Be one rank: join, train on this rank's share, let rank zero print and save."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank in silence
-    threading.Thread(target=end_with_the_parent, daemon=True).start()
-    device, reason = choose_device(rank, world_size)
+def train_rank(rank: int, port: int, options: argparse.Namespace) -> None:
+    """Be one rank: join the process group, train, leave."""
+    ranks.tie_to_launcher()
+    device, reason = ranks.choose_device(rank, options.nprocs)
     backend = dist.get_default_backend_for_device(device)
-    # The ranks find each other here. One that waits too long ends with an error.
-    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(minutes=5))
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(minutes=5),
-    )
-    is_rank_zero = rank == 0
-    if is_rank_zero:
-        print(f"device: {device.type} with {backend} ({reason})")
-        print(f"ranks: {world_size}", flush=True)
-    terrain = load_terrain()
-    train_set, held_out = sample_points(terrain, args.points)
-    torch.manual_seed(args.seed)
-    model = TerrainModel().to(device)
-    ddp_model = DistributedDataParallel(
-        model, device_ids=None if device.type == "cpu" else [rank]
-    )
-    optimizer = torch.optim.Adam(model.parameters(), args.lr)
-    sampler = DistributedSampler(
-        train_set, world_size, rank, seed=args.seed, drop_last=True
-    )
-    loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    for epoch in range(args.max_epochs):
-        sampler.set_epoch(epoch)
-        losses = torch.zeros(len(loader), device=device)
-        seen = []
-        for step, (places, heights) in enumerate(loader):
-            seen.append(places)
-            places, heights = places.to(device), heights.to(device)
-            losses[step] = train_batch(ddp_model, optimizer, places, heights)
-        for line in count_epoch(args.batch_size, seen, losses):
-            if is_rank_zero:
-                print(f"epoch {epoch} | {line}", flush=True)
-    # The plain model, not DDP's: this forward pass needs no other rank.
-    error = rmse_in_metres(model, held_out, terrain)
-    result = check_ranks(ddp_model, model, held_out)
-    if is_rank_zero:
-        print(
-            f"error on unseen places: {error:.1f} m (a flat map: {terrain.std:.1f} m)"
-        )
-        if args.save:
-            save_weights(args.save, ddp_model.module, error)
-        print(f"check: {result}", flush=True)
-    del ddp_model  # DDP holds on to the group, which has to go last
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=options.nprocs)
+    say(f"device: {device.type} with {backend} ({reason})\nranks: {options.nprocs}")
+    train_on_shard(device, options)
     dist.destroy_process_group()
 
 
+def train_on_shard(device: torch.device, options: argparse.Namespace) -> None:
+    """Train under DDP, each rank on its shard of the points; evaluate."""
+    terrain = load_terrain()
+    train_set, held_out = sample_points(terrain)  # the same on every rank
+    torch.manual_seed(0)
+    model = TerrainModel().to(device)
+    ddp_model = DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(ddp_model.parameters(), lr=options.lr)
+    sampler = DistributedSampler(train_set, drop_last=True)
+    loader = DataLoader(train_set, options.batch_size, sampler=sampler, drop_last=True)
+    for epoch in range(options.max_epochs):
+        sampler.set_epoch(epoch)
+        loss = train_epoch(ddp_model, optimizer, loader)
+        show_epoch(f"epoch {epoch}", sampler, loader, loss)
+
+    error, baseline = rmse_in_metres(model, held_out, terrain), terrain.std
+    say(f"held-out points: RMSE {error:.1f} m (predicting the mean: {baseline:.1f} m)")
+    error = max(gather(gradient_error(ddp_model, held_out)))
+    is_right = ranks.same_on_all_ranks(model.parameters()) and error < 1e-5
+    bits = f"{dist.get_world_size()} rank(s) hold the same bits"
+    check(is_right, f"{bits}, and a gradient {error:.0e} from one process's")
+
+
+def show_epoch(
+    epoch: str, sampler: DistributedSampler, loader: DataLoader, loss: float
+) -> None:
+    """Print what each rank has done; fail if two ranks have seen the same point."""
+    steps, batch_size = len(loader), loader.batch_size or 1
+    losses, indices = gather(loss), gather(list(sampler)[: steps * batch_size])
+    done = f"batch size {batch_size} | steps {steps}"
+    for rank, local in enumerate(losses):
+        say(f"{epoch} | rank {rank} | {done} | local loss {local:.3f}")
+    points = len(set().union(*indices))
+    product = f"{batch_size} x {steps} x {len(losses)} = {points}"
+    say(f"{epoch} | batch size x steps x ranks = {product} different points")
+    if points != batch_size * steps * len(losses):
+        raise RuntimeError(f"some points were seen twice: {product}")
+    mean = sum(losses) / len(losses)
+    say(f"{epoch} | mean loss over ranks {mean:.3f}")
+
+
+def start(options: argparse.Namespace) -> None:
+    """Open the store where the ranks meet; start them, and wait for them."""
+    # Port 0: the system chooses one that is free, and this process holds it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(train_rank, (store.port, options), nprocs=options.nprocs)
+
+
 def main() -> None:
-    """Read the command line, refuse what cannot work, start the ranks."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it in silence
-    parser = make_parser("Learn a landscape on several ranks.")
-    add = parser.add_argument
-    ranks = max(2, torch.accelerator.device_count())
-    add("--nprocs", type=positive_int, default=ranks, help="processes to start")
-    add("--master-port", type=int, default=0, help="0: any that is free")
-    add("--save", type=Path, default=None, help="file for the trained weights")
-    args = parser.parse_args(with_hyphens(sys.argv[1:]))
+    """Read the options, refuse what cannot work, start the ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    nprocs = max(2, torch.accelerator.device_count())
+    options = ranks.read_options(
+        max_epochs={"type": number(1, 10**6), "default": 10, "help": "passes"},
+        batch_size={"type": number(1, 4096), "default": 32, "help": "points of a rank"},
+        lr={"type": number(1e-9, 10.0), "default": 3e-3, "help": "learning rate"},
+        nprocs={"type": number(1, 64), "default": nprocs, "help": "ranks to start"},
+    )
     if "RANK" in os.environ:
-        refuse("start it with python, not torchrun: it starts its own processes")
-    refuse_impossible(args, args.nprocs)
-    if not 0 <= args.master_port < 2**16:
-        refuse(f"--master-port must be 0 to 65535, not {args.master_port}")
-    try:
-        if args.save:
-            check_place(args.save)
-        # Bound here and kept: nobody can take the port before the ranks come.
-        store = dist.TCPStore(
-            "127.0.0.1", args.master_port, is_master=True, wait_for_workers=False
-        )
-    except dist.DistNetworkError:
-        refuse(
-            f"--master-port {args.master_port} is taken or not allowed; without it, "
-            "a free port is chosen"
-        )
-    except ValueError as error:
-        refuse(str(error))
-    mp.spawn(train_rank, (args.nprocs, store.port, args), nprocs=args.nprocs)
-    if args.save:
-        terrain = load_terrain()
-        _, held_out = sample_points(terrain, args.points)
-        print(f"check: {args.save}: {check_saved(args.save, held_out, terrain)}")
+        fail("start it with python, not torchrun: it starts its own ranks")
+    if options.nprocs * options.batch_size > 4096:
+        fail(f"{options.nprocs} ranks x {options.batch_size} are more than 4096 points")
+    start(options)
 
 
 if __name__ == "__main__":

@@ -4,32 +4,23 @@ Run: torchrun --nproc-per-node=2 03_ddp_torchrun/comm_hooks.py
 Needs: this folder. Bytes are counted with gloo on Linux only.
 Expect: the same training four times, with kilobytes and loss. A `check:` of both.
 Before: 03_ddp_torchrun/rank_zero.py
-Next: 03_ddp_torchrun/train_elastic.py
+Next: 03_ddp_torchrun/train.py
 """
 
-import argparse
-import os
-import signal
-import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# Imported late, by an optimizer or DDP, this would hold the group beyond its end, and
-# the process might abort when it ends: chapter 03, "What people get wrong".
-import torch.distributed.nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from all_ranks import apart, count_models, flat_copy, raise_on_all_ranks
 from data import WindowDataset, load_text
 from model import GPT, GPTConfig
+from ranks import join, leave, number, read_options, say
 from sent_bytes import sent_by_a_rank
 
 compress_by_power_sgd = powerSGD_hook.powerSGD_hook
@@ -147,7 +138,7 @@ def gradient_off_by(
     return apart(flat_copy(p.grad for p in ddp_model.parameters()), alone)
 
 
-def show_training(device: torch.device, steps: int, say: Callable[[str], None]) -> None:
+def show_training(device: torch.device, steps: int) -> None:
     """Train with each hook, print what came of it, check it on all ranks."""
     world_size, faults = dist.get_world_size(), []
     text, held_out = load_text(None, BLOCK_SIZE)
@@ -183,7 +174,7 @@ def show_training(device: torch.device, steps: int, say: Callable[[str], None]) 
     raise_on_all_ranks(faults)
 
 
-def show_precision(device: torch.device, say: Callable[[str], None]) -> None:
+def show_precision(device: torch.device) -> None:
     """Print and check what becomes of a large, a small and an ordinary gradient."""
     faults = []
     say(f"gradients of {'1e5':>17}{'1e-8':>9}{'1.001':>9}")
@@ -196,54 +187,18 @@ def show_precision(device: torch.device, say: Callable[[str], None]) -> None:
     raise_on_all_ranks(faults)
 
 
-def refuse(message: str) -> NoReturn:
-    """Say in one line, from one rank only, what is wrong; exit with status 2."""
-    # The exit of rank 0 makes the launcher stop the other ranks while they sleep.
-    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
-        time.sleep(3)
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
-
-
-def choose_device(local_rank: int, local_world_size: int) -> tuple[torch.device, str]:
-    """Give each rank an accelerator of its own, or every rank the CPU; say why."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return torch.device("cpu"), "no accelerator found"
-    kind, found = accelerator.type, torch.accelerator.device_count()
-    if dist.get_default_backend_for_device(kind) == "gloo":
-        return torch.device("cpu"), f"no backend connects {kind} devices"
-    if found < local_world_size:
-        return torch.device("cpu"), f"{found} {kind} for {local_world_size} local ranks"
-    torch.accelerator.set_device_index(local_rank)
-    return torch.device(kind, local_rank), f"{found} {kind}, one for each local rank"
-
-
 def main() -> None:
     """Join the group, train with each hook, check it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank in silence
-    parser = argparse.ArgumentParser(description="Train with communication hooks.")
-    parser.add_argument("--steps", type=int, default=40, help="of each training")
-    parser.error = refuse  # type: ignore[method-assign]
-    args = parser.parse_args()
-    if "LOCAL_WORLD_SIZE" not in os.environ:
-        refuse("start it with torchrun --nproc-per-node=2")
-    local_rank, world_size = (int(os.environ[k]) for k in ("LOCAL_RANK", "WORLD_SIZE"))
-    if world_size < 2 or not START_POWER_SGD < args.steps <= 500:
-        refuse(f"takes 2 or more ranks and {START_POWER_SGD + 1} to 500 --steps")
-    device, reason = choose_device(local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
-    backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=60))
-    say = print if dist.get_rank() == 0 else lambda text: None
-    say(f"device: {device.type} with {backend} ({reason})")
+    steps = {"type": number(START_POWER_SGD + 1, 500), "default": 40}
+    args = read_options(steps={**steps, "help": "of each training"})
+    device = join(at_least=2)
     refused = try_bf16_compress_hook(device)
     say(f"bf16_compress_hook\n  {refused or 'is accepted'}")
-    show_training(device, args.steps, say)
-    show_precision(device, say)
-    say(
-        f"check: {len(HOOKS)} trainings on {world_size} ranks, with bytes and gradients"
-    )
-    dist.destroy_process_group()
+    show_training(device, args.steps)
+    show_precision(device)
+    claim = f"{len(HOOKS)} trainings on {dist.get_world_size()} ranks"
+    say(f"check: {claim}, with bytes and gradients")
+    leave()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,24 @@
-"""Real text with no download: Python's own standard library, read as bytes."""
+"""Real text with no download: Python's own standard library, read as bytes.
+
+And its way to the ranks: samples, a sampler that can begin at any step, evaluation.
+"""
 
 import sys
 import sysconfig
-from collections.abc import Sequence
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ranks import gather
 
 HELD_OUT = 0.05  # the last part of the text, which no rank trains on
 
@@ -105,3 +117,183 @@ class WindowDataset(Dataset):
         """Stack some items: inputs and labels, both of shape (len(indices), T)."""
         _, inputs, labels = zip(*(self[i] for i in indices), strict=True)
         return torch.stack(inputs), torch.stack(labels)
+
+
+def load_sets(options: Namespace) -> tuple[WindowDataset, WindowDataset]:
+    """Return the samples to train on, and 256 held out, as train.py's options say.
+
+    Raises OSError or ValueError as `load_text` does.
+    """
+    train_text, held_out_text = load_text(options.text, options.block_size)
+    train_set = WindowDataset(train_text, options.block_size, options.samples)
+    return train_set, WindowDataset(held_out_text, options.block_size, samples=256)
+
+
+class StepSampler(Sampler[list[int]]):
+    """Shard steps of one global batch size over however many ranks there are.
+
+    `DistributedSampler` fixes the batch size of a rank; a run that resumes on another
+    number of ranks has to keep that of all ranks together. Where the ranks divide it
+    evenly, each gets the samples that `DistributedSampler` gives it, in that order.
+    """
+
+    def __init__(
+        self, samples: int, global_batch_size: int, batch_size: int, seed: int
+    ) -> None:
+        """Cut a rank's shard of each step into micro-batches of `batch_size` at most.
+
+        The ranks' shards may differ by one sample, so even in their micro-batches.
+        """
+        self.samples, self.global_batch_size = samples, global_batch_size
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.shard = len(range(self.rank, global_batch_size, self.world_size))
+        self.micro_batches = -(-self.shard // batch_size)  # of one step
+        self.batch_size = batch_size
+        self.seed, self.epoch, self.first_step = seed, 0, 0
+
+    def start_at(self, epoch: int, first_step: int) -> None:
+        """Choose where the next iteration begins: at this step of this epoch."""
+        self.epoch, self.first_step = epoch, first_step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the indices of one micro-batch after the other."""
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(self.samples, generator=generator)
+        steps = order.split(self.global_batch_size)
+        # A last step that would be smaller is left out; each epoch, of other samples.
+        for step in steps[self.first_step : self.samples // self.global_batch_size]:
+            shard = step[self.rank :: self.world_size]
+            for indices in shard.tensor_split(self.micro_batches):
+                yield indices.tolist()
+
+
+class StepLoader:
+    """Loads a step's micro-batches at a time, in worker processes of each rank."""
+
+    def __init__(
+        self,
+        dataset: WindowDataset,
+        global_batch_size: int,
+        options: Namespace,
+        device: torch.device,
+    ) -> None:
+        """Load as train.py's options say; `options.workers` is 0 for none."""
+        self.sampler = StepSampler(
+            len(dataset), global_batch_size, options.batch_size, options.seed
+        )
+        # A worker draws its seed from here. Left to the global generator, which the
+        # ranks seed alike, worker 0 of all ranks would draw the same random numbers.
+        generator = torch.Generator().manual_seed(options.seed + dist.get_rank())
+        self.loader = DataLoader(
+            dataset,
+            batch_sampler=self.sampler,
+            num_workers=options.workers,
+            pin_memory=device.type != "cpu",  # a copy to the GPU need not wait then
+            generator=generator,
+        )
+
+    def steps(self, epoch: int, first: int, end: int) -> Iterator[list[Any]]:
+        """Yield, for each step from `first` to `end` of an epoch, its micro-batches.
+
+        A micro-batch is (indices, inputs, labels), the last two (B, T).
+        """
+        self.sampler.start_at(epoch, first)
+        batches = iter(self.loader)
+        for _ in range(first, end):
+            yield list(islice(batches, self.sampler.micro_batches))
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, dataset: WindowDataset, batch_size: int = 32) -> float:
+    """Return the mean loss over all samples, each counted once; every rank calls it."""
+    device = next(model.parameters()).device
+    total = torch.zeros(2, device=device)  # the sum of the losses, how many they are
+    was_training = model.training
+    model.eval()
+    shard = range(dist.get_rank(), len(dataset), dist.get_world_size())
+    for start in range(0, len(shard), batch_size):
+        inputs, labels = dataset.batch(shard[start : start + batch_size])
+        loss = model(inputs.to(device), labels.to(device))
+        total += torch.stack([loss * len(inputs), loss.new_tensor(len(inputs))])
+    model.train(was_training)
+    # The mean of the ranks' means would be another number: shards differ in size.
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+class Tally:
+    """This rank's samples and losses of an epoch, to be read out with the others'."""
+
+    def __init__(self, dataset: WindowDataset, sampler: StepSampler) -> None:
+        """Start with no sample of the epoch seen."""
+        self.dataset, self.sampler = dataset, sampler
+        # How often this rank saw each sample; a checkpoint carries it over.
+        self.seen = torch.zeros(len(dataset), dtype=torch.int32)
+        self.start()
+
+    def start(self) -> None:
+        """Begin an epoch, or resume one: losses and time are those of this run."""
+        self.sums: list[torch.Tensor] = []  # of this rank's losses, one a step
+        self.reported, self.started = 0, time.perf_counter()
+
+    def add(self, micro_batches: list[list[torch.Tensor]], loss: torch.Tensor) -> None:
+        """Count a step: its samples, and the sum of their losses."""
+        for indices, _, _ in micro_batches:
+            self.seen[indices] += 1
+        self.sums.append(loss)
+
+    def recent(self) -> tuple[float, float]:
+        """Return mean loss and tokens per second since the last call; all call it."""
+        sums = torch.stack(self.sums[self.reported :])
+        loss = sum(gather(sums.mean().item())) / self.sampler.global_batch_size
+        now = time.perf_counter()
+        tokens = len(sums) * self.sampler.global_batch_size * self.dataset.block_size
+        rate = tokens / (now - self.started)
+        self.reported, self.started = len(self.sums), now
+        return loss, rate
+
+    def end(self, steps: int) -> list[str]:
+        """End an epoch of `steps` steps: say what each rank did; all call this.
+
+        Raises:
+            RuntimeError: a sample was lost or counted twice, by this run or by those
+                that it resumes.
+        """
+        local_losses = gather(torch.stack(self.sums).mean().item() / self.sampler.shard)
+        total = torch.stack(gather(self.seen)).sum(dim=0)
+        self.seen.zero_()
+        batch_size = self.sampler.global_batch_size
+        different, counted = int((total > 0).sum()), int(total.sum())
+        if not different == counted == batch_size * steps:
+            raise RuntimeError(
+                f"{steps} steps of {batch_size} samples saw {counted}, {different} of "
+                "them different"
+            )
+        done = f"batch size {self.sampler.batch_size} | steps {len(self.sums)}"
+        lines = [
+            f"rank {rank} | {done} | local loss {loss:.3f}"
+            for rank, loss in enumerate(local_losses)
+        ]
+        product = f"{batch_size} x {steps} = {counted}"
+        return [*lines, f"global batch size x steps = {product} different samples"]
+
+
+def gradient_error(ddp_model: DistributedDataParallel, dataset: WindowDataset) -> float:
+    """Return the largest relative error of DDP's gradient, next to one process's.
+
+    Each rank computes it alone on two samples of every rank, then with the others on
+    two of its own; every rank calls this.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ddp_model.eval()  # dropout would draw other values in each of the two
+    parameters = list(ddp_model.parameters())
+    batch = dataset.batch([i % len(dataset) for i in range(2 * world_size)])
+    inputs, labels = (part.to(parameters[0].device) for part in batch)
+    alone = torch.autograd.grad(ddp_model.module(inputs, labels), parameters)
+    ddp_model.zero_grad()
+    ddp_model(inputs.chunk(world_size)[rank], labels.chunk(world_size)[rank]).backward()
+    ours = [p.grad for p in parameters if p.grad is not None]
+    # A NaN stays in a tensor's maximum; Python's max() would drop it.
+    errors = [(mine - g).abs().max() for mine, g in zip(ours, alone, strict=True)]
+    largest = torch.stack([g.abs().max() for g in alone]).max()
+    return (torch.stack(errors).max() / largest).item()

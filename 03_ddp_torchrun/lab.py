@@ -5,7 +5,7 @@ Needs: Linux with iproute2 and util-linux, as root or where the kernel lets ever
     make namespaces. The ranks use the CPU: this is about the network between them.
 Expect: the torchrun command of each host, what each host prints, what crossed the
     links, and a `check:` that all that was sent has arrived.
-Before: 03_ddp_torchrun/world_changes.py
+Before: 03_ddp_torchrun/fault_tolerance/world_changes.py
 Next: 03_ddp_torchrun/slow_link.py, which measures what a slow link costs.
 """
 

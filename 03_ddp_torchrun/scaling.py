@@ -13,26 +13,19 @@ Next: 03_ddp_torchrun/draw_scaling.py, which draws these numbers.
 import argparse
 import json
 import os
-import signal
 import statistics
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# Imported late, by an optimizer or DDP, this would hold the group beyond its end, and
-# the process might abort when it ends: chapter 03, "What people get wrong".
-import torch.distributed.nn
 from torch.nn.parallel import DistributedDataParallel
 
 from model import GPT, GPTConfig
-from options import OneLineParser, fail, positive_float, positive_int
+from ranks import fail, join, leave, number, read_options, say
 from scaling_rows import judge_predictions, lines_of_teams
 from step_model import fit_link, step_ms
-from train import choose_device
 
 MESSAGES = (250_000, 500_000, 1_000_000, 2_000_000)  # bytes, for the fit
 # What DDP puts into one bucket, in MiB: all of the gradient, or a part that can leave
@@ -132,7 +125,7 @@ def measure_teams(args: argparse.Namespace, device: torch.device) -> dict[str, A
     alone: dict[Any, list[float]] = {key: [] for key in keys}
     steps: dict[Any, list[float]] = {key: [] for key in keys}
     messages: dict[int, list[float]] = {count: [] for count in MESSAGES}
-    for number in range(args.rounds + 1):
+    for turn in range(args.rounds + 1):
         for kind, n in keys:
             team = teams[n, CAPS[kind]]
             samples = args.total // n if kind == "strong" else args.samples
@@ -141,14 +134,14 @@ def measure_teams(args: argparse.Namespace, device: torch.device) -> dict[str, A
             one = team.ms(team.step, samples, False, times=args.steps)
             buckets = team.exchange.buckets
             other = team.ms(team.step, samples, True, times=args.steps)
-            if number:  # the first round is for warming up
+            if turn:  # the first round is for warming up
                 alone[kind, n].append(one)
                 steps[kind, n].append(other)
                 kept[kind, n].append(buckets)
         for count in MESSAGES:
             pair = teams[2, CAPS["weak"]]
             taken = pair.ms(pair.all_reduce, count, times=args.steps)
-            if number:
+            if turn:
                 messages[count].append(taken)
     # All ranks are to judge the same numbers: those of rank 0, which is in every team.
     shared = [kept]
@@ -171,44 +164,31 @@ def measure_teams(args: argparse.Namespace, device: torch.device) -> dict[str, A
 
 def main() -> None:
     """Measure, fit, predict, print."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    parser = OneLineParser(description="Measure how training scales.")
-    add = parser.add_argument
-    add("--samples", type=positive_int, default=16, help="of each rank, weak scaling")
-    add("--total", type=positive_int, default=48, help="of all ranks, strong scaling")
-    add("--rounds", type=positive_int, default=3, help="medians are over these")
-    add("--steps", type=positive_int, default=3, help="steps in a round")
-    add("--limit", type=positive_float, help="how far off a prediction may be: 0.25")
-    add("--where", default="this machine", help="name of this run, for the picture")
-    add("--json", type=Path, help="file to add the numbers to")
-    args = parser.parse_args()
-    if "RANK" not in os.environ:
-        fail("type: torchrun --nproc-per-node=4 03_ddp_torchrun/scaling.py")
-    world_size = int(os.environ["WORLD_SIZE"])
-    if world_size < 2:
-        fail("the link is measured between two ranks; use --nproc-per-node=2 or more")
+    count = {"type": number(1, 10**6)}
+    args = read_options(
+        samples={**count, "default": 16, "help": "of each rank, weak scaling"},
+        total={**count, "default": 48, "help": "of all ranks, strong scaling"},
+        rounds={**count, "default": 3, "help": "medians are over these"},
+        steps={**count, "default": 3, "help": "steps in a round"},
+        limit={"type": number(1e-9, 1e9), "help": "of a prediction's error: 0.25"},
+        where={"default": "this machine", "help": "name of this run, for the picture"},
+        json={"type": Path, "help": "file to add the numbers to"},
+    )
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if args.total < world_size:
         fail(f"--total={args.total} leaves a rank without a sample: {world_size} ranks")
     if args.json and not args.json.resolve().parent.is_dir():
         fail(f"--json {args.json}: there is no folder {args.json.parent}")
-    local_rank, local = (
-        int(os.environ["LOCAL_RANK"]),
-        int(os.environ["LOCAL_WORLD_SIZE"]),
-    )
-    device, reason = choose_device(local_rank, local)
-    backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, timeout=timedelta(minutes=2))
+    device = join(at_least=2)  # the link is measured between two ranks
     found = measure_teams(args, device)
     result = judge_predictions(found, args.limit)
-    if dist.get_rank() == 0:
-        print(f"device: {device.type} with {backend} ({reason})")
-        print("\n".join(lines_of_teams(found)))
-        if args.json:
-            known = json.loads(args.json.read_text()) if args.json.exists() else {}
-            known[args.where] = found
-            args.json.write_text(json.dumps(known, indent=1) + "\n")
-        print(f"check: {result}", flush=True)
-    dist.destroy_process_group()
+    say("\n".join(lines_of_teams(found)))
+    if dist.get_rank() == 0 and args.json:
+        known = json.loads(args.json.read_text()) if args.json.exists() else {}
+        known[args.where] = found
+        args.json.write_text(json.dumps(known, indent=1) + "\n")
+    say(f"check: {result}")
+    leave()
 
 
 if __name__ == "__main__":

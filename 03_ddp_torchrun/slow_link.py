@@ -8,29 +8,22 @@ Before: 03_ddp_torchrun/lab.py
 Next: 03_ddp_torchrun/draw_slow_link.py, which draws these numbers.
 """
 
-import argparse
 import json
 import os
-import signal
 import statistics
-import sys
 import time
+from argparse import Namespace
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-
-# Imported late, by an optimizer or DDP, this would hold the group beyond its end, and
-# the process might abort when it ends: chapter 03, "What people get wrong".
-import torch.distributed.nn
 from torch.nn.parallel import DistributedDataParallel
 
 from link_rows import WAYS, Row, check_rows
 from model import GPT, GPTConfig
 from network import check_rate, own_bytes_sent, set_own_rate
+from ranks import fail, join, leave, number, read_options, say
 
 
 def as_bfloat16(
@@ -132,49 +125,35 @@ def measure_rate(
     return rows
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Time training over a slow link.")
-    add = parser.add_argument
-    add(
-        "--rates", default="unlimited,1gbit,300mbit,100mbit", help="one after the other"
+    count = {"type": number(1, 10**6)}
+    rates = "unlimited,1gbit,300mbit,100mbit"
+    args = read_options(
+        rates={"default": rates, "help": "one after the other"},
+        samples={**count, "default": 8, "help": "in a batch of one rank"},
+        rounds={**count, "default": 5, "help": "medians are over these"},
+        steps={**count, "default": 3, "help": "steps in a round"},
+        json={"type": Path, "help": "file for the numbers"},
     )
-    add("--samples", type=int, default=8, help="in a batch of one rank")
-    add("--rounds", type=int, default=5, help="medians are over these")
-    add("--steps", type=int, default=3, help="steps in a round")
-    add("--json", type=Path, help="file for the numbers")
-    parser.error = refuse  # type: ignore[method-assign]
-    args = parser.parse_args()
     if "RANK" not in os.environ or "LAB_HOST" not in os.environ:
-        refuse(
+        fail(
             "start it in the laboratory: python 03_ddp_torchrun/lab.py -- "
             "03_ddp_torchrun/slow_link.py"
         )
-    if min(args.samples, args.rounds, args.steps) < 1:
-        refuse("--samples, --rounds and --steps must be 1 or more")
     try:
         args.rates = [
             r if r == "unlimited" else check_rate(r) for r in args.rates.split(",")
         ]
     except ValueError as error:
-        refuse(f"--rates: {error}")
+        fail(f"--rates: {error}")
     return args
-
-
-def refuse(message: str) -> NoReturn:
-    """Say in one line, from one rank only, what is wrong; exit with status 2."""
-    # The exit of rank 0 makes the launcher stop the other ranks while they sleep.
-    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
-        time.sleep(3)
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
 
 
 def main() -> None:
     """Measure at each rate, print a table, check it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     args = parse_args()
-    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    join(only_cpu=True)
     trainers = {each: Trainer(args.samples, each) for each in (4, 2)}
     errors = {each: trainer.gradient_error() for each, trainer in trainers.items()}
     for each in trainers:
@@ -196,14 +175,10 @@ def main() -> None:
                     flush=True,
                 )
     result = check_rows(rows, errors)
-    if dist.get_rank() == 0:
-        if args.json:
-            args.json.write_text(
-                json.dumps([asdict(row) for row in rows], indent=1) + "\n"
-            )
-        print(f"check: {result}", flush=True)
-    del trainers  # DDP holds on to the group, which has to go last
-    dist.destroy_process_group()
+    if dist.get_rank() == 0 and args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    say(f"check: {result}")
+    leave()
 
 
 if __name__ == "__main__":

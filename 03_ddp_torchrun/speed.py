@@ -9,24 +9,17 @@ Before: 03_ddp_torchrun/generate.py
 Next: 03_ddp_torchrun/sampler.py, the first of the rules of DDP.
 """
 
-import os
-import signal
 import statistics
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# Imported late, by an optimizer or DDP, this would hold the group beyond its end, and
-# the process might abort when it ends: chapter 03, "What people get wrong".
-import torch.distributed.nn
 from torch.nn.parallel import DistributedDataParallel
 
 from model import GPT, GPTConfig
-from options import OneLineParser, fail, positive_int
+from ranks import check, join, leave, number, read_options
 
 LIMIT = "alone, no exchange"
 # The ranks wait for each other after every step, but send nothing: what waiting costs.
@@ -123,27 +116,22 @@ def measure(batch_size: int, threads: int, rounds: int, steps: int) -> float:
 
 def main() -> None:
     """Measure three settings, one after the other."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank in silence
-    parser = OneLineParser(description="Time DDP against no exchange.")
-    add = parser.add_argument
-    add("--rounds", type=positive_int, default=7, help="medians are over these")
-    add("--steps", type=positive_int, default=4, help="steps in a round")
-    args = parser.parse_args()
-    if "RANK" not in os.environ:
-        fail("start it with torchrun --nproc-per-node=2")
-    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    positive = {"type": number(1, 10**6)}
+    args = read_options(
+        rounds={**positive, "default": 7, "help": "medians are over these"},
+        steps={**positive, "default": 4, "help": "steps in a round"},
+    )
+    join(only_cpu=True)
     threads = torch.get_num_threads()
     settings = [(8, threads), (32, threads), (32, 2 * threads)]
     worst = max(measure(*each, args.rounds, args.steps) for each in settings)
-    if not worst < TOLERANCE:
-        raise RuntimeError(f"DDP's gradient is {worst:.0e} away from the mean")
-    if dist.get_rank() == 0:
-        count = sum(way is not None for way in WAYS.values()) * len(settings)
-        print(
-            f"check: {count} DDP gradients are the mean of the ranks' own, "
-            f"{worst:.0e} apart (limit {TOLERANCE:.0e})"
-        )
-    dist.destroy_process_group()
+    count = sum(way is not None for way in WAYS.values()) * len(settings)
+    check(
+        worst < TOLERANCE,
+        f"{count} DDP gradients are the mean of the ranks' own, "
+        f"{worst:.0e} apart (limit {TOLERANCE:.0e})",
+    )
+    leave()
 
 
 if __name__ == "__main__":

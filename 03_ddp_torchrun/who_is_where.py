@@ -8,28 +8,14 @@ Before: 02_ddp_mp/train.py
 Next: 03_ddp_torchrun/train.py
 """
 
-import argparse
 import os
-import signal
-import sys
-import time
-from datetime import timedelta
 from itertools import zip_longest
-from pathlib import Path
-from typing import NoReturn
 
 import torch.distributed as dist
 
+from ranks import gather, join, leave, say
+
 WIDTH = 32
-
-
-def refuse(message: str) -> NoReturn:
-    """Say in one line, from one rank only, what is wrong; exit with status 2."""
-    # The exit of rank 0 makes the launcher stop the other ranks while they sleep.
-    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
-        time.sleep(3)
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
 
 
 def own_place() -> dict[str, int]:
@@ -75,24 +61,14 @@ def check_places(places: list[dict[str, int]]) -> str:
 
 def main() -> None:
     """Gather the places of all ranks, draw them, check them."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    parser = argparse.ArgumentParser(description="Draw which rank runs where.")
-    parser.error = refuse  # type: ignore[method-assign]
-    parser.parse_args()
-    if "RANK" not in os.environ:
-        refuse("start it with torchrun --nproc-per-node=2")
-    # The numbers travel as a pickled object, so that gloo will do on any machine.
-    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
-    mine = own_place() | {"RANK": dist.get_rank()}
-    places: list[dict[str, int]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(places, mine)
+    join(only_cpu=True)  # numbers alone are gathered, so that gloo will do anywhere
+    places = gather(own_place() | {"RANK": dist.get_rank()})
     result = check_places(places)
-    if dist.get_rank() == 0:
-        backend = dist.get_backend()
-        print(f"world: {len(places)} ranks in one process group, backend {backend}")
-        print("\n".join(draw_nodes(places)))
-        print(f"check: {result}", flush=True)
-    dist.destroy_process_group()
+    backend = dist.get_backend()
+    say(f"world: {len(places)} ranks in one process group, backend {backend}")
+    say("\n".join(draw_nodes(places)))
+    say(f"check: {result}")
+    leave()
 
 
 if __name__ == "__main__":

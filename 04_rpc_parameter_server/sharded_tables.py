@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 # Imported late, by an optimizer or DDP, this would hold the group beyond its end, and
-# the process might abort when it ends: chapter 03, "What people get wrong".
+# the process might abort when it ends: MYTHS.md, chapter 03.
 import torch.distributed.nn
 import torch.multiprocessing as mp
 from torch import nn

@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,12 +45,16 @@ def module_of(chapter: str, name: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"{chapter}.{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.parent))  # where its own imports lie
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
     return module
 
 
 # This script is about all chapters, so it takes what they really use.
-NaiveDDP = module_of("02_ddp_mp", "by_hand").NaiveDDP
+NaiveDDP = module_of("02_ddp_mp", "naive").NaiveDDP
 GPT_MODULE = module_of("03_ddp_torchrun", "model")
 
 

@@ -1,16 +1,18 @@
 """What all pictures have in common: their width, their letters, where they are written.
 
-The chapters' draw scripts take this from here, where they also find their numbers. A
-chapter that is copied alone lacks only the drawing.
+The scripts beside this file draw from the numbers beside it. One that needs a chapter's
+module asks `chapter_module` for it; a chapter needs nothing from here.
 """
 
 import argparse
 import contextlib
+import importlib
 import json
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 # Inches, and dots in each of them: nearly twice as many as a page shows, so that
@@ -30,6 +32,26 @@ LETTERS: dict[Any, Any] = {
     "axes.spines.right": False,
 }
 ASSETS = Path(__file__).resolve().parent
+
+
+def chapter_module(path: str) -> ModuleType:
+    """Import a module of a chapter or a room by its path, "02_ddp_mp/terrain.py".
+
+    The path is from the repository's root. The module finds its neighbours by their
+    plain names, as when it is run. They are not left in `sys.modules`, since another
+    chapter may have others of the same names.
+    """
+    file = ASSETS.parent / path
+    neighbours = {one.stem for one in file.parent.glob("*.py")}
+    hidden = {name: sys.modules.pop(name) for name in neighbours & set(sys.modules)}
+    sys.path.insert(0, str(file.parent))
+    try:
+        return importlib.import_module(file.stem)
+    finally:
+        sys.path.remove(str(file.parent))
+        for name in neighbours:
+            sys.modules.pop(name, None)
+        sys.modules.update(hidden)
 
 
 def refuse(message: str) -> NoReturn:
@@ -101,7 +123,7 @@ def new_picture(height: float, rows: int = 1, columns: int = 1, **more: Any) -> 
     Returns:
         The picture, and its axes: one, or an array of them.
     """
-    # Imported here: the ranks of draw_ring.py import this file too, and draw nothing.
+    # Imported here: record_ring.py imports this file on every rank, and draws nothing.
     import matplotlib
 
     matplotlib.use("Agg")  # draw into a file; no window, no display needed

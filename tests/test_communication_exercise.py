@@ -1,21 +1,31 @@
-"""The reduce-scatter exercise: its checker refuses what is wrong and says why."""
+"""The exercises of chapter 01: a right answer passes, a wrong one is told why.
 
+The many answers to the other exercise are in test_exercises.py.
+"""
+
+import inspect
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import answers.reduce_scatter
+import answers.uneven_mean
 from answers.reduce_scatter import reduce_scatter
 from launch import ROOT, python
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
-CHAPTER = "01_communication"
-EXERCISE = load_chapter(CHAPTER)["exercise_reduce_scatter"]
-SCRIPT = ROOT / CHAPTER / "exercise_reduce_scatter.py"
-Send = Callable[[torch.Tensor, int], dist.Work | None]
+ROOM = "01_communication/exercises"
+MODULES = load_chapter(ROOM)
+CHECK = MODULES["check_reduce_scatter"]
+Send = Callable[[torch.Tensor, int], dist.Work]
 
 
 def with_start(
@@ -30,7 +40,7 @@ def with_start(
         )
         dist.recv(received, (rank - 1) % world_size)
         tensor[(rank + first - step - 1) % world_size] += received
-        sending.wait()  # type: ignore[union-attr]
+        sending.wait()
     return tensor[(rank + first - steps) % world_size]
 
 
@@ -54,7 +64,7 @@ def sends_everything(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
         dist.recv(received, (rank - i) % world_size)
         tensor += received
     for send in sends:
-        send.wait()  # type: ignore[union-attr]
+        send.wait()
     return tensor[rank]
 
 
@@ -70,7 +80,6 @@ def returns_nothing(tensor: torch.Tensor, isend: Send) -> None:
 def sends_first_and_waits(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sending = isend(tensor[rank], (rank + 1) % world_size)
-    assert sending is not None
     sending.wait()  # every rank waits here, and nobody comes to its recv
     dist.recv(tensor[rank - 1], (rank - 1) % world_size)
     return tensor[rank]
@@ -81,17 +90,12 @@ def waits_for_no_send(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
         isend(piece, to)
         return mock.Mock()
 
-    return reduce_scatter(tensor, not_waited_for)  # type: ignore[arg-type]
+    return reduce_scatter(tensor, not_waited_for)
 
 
 def try_answer(answer: Callable[[torch.Tensor, Send], torch.Tensor]) -> str:
-    """Let the checker judge an answer on this rank."""
-    stub = EXERCISE.reduce_scatter
-    vars(EXERCISE)["reduce_scatter"] = answer
-    try:
-        return EXERCISE.judge_reduce_scatter(dist.get_rank())
-    finally:
-        vars(EXERCISE)["reduce_scatter"] = stub
+    """Let the checker try an answer on this rank."""
+    return CHECK.try_reduce_scatter(answer)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -144,12 +148,92 @@ def test_wrong_answer_is_told_why(
         assert text.startswith(hint), text
 
 
+# As a reader starts them. The untouched scripts are run by the room's page.
+
+
+def with_answer(exercise: str, answer: ModuleType, function: str) -> str:
+    """Return an exercise's text with the answer's function in the place of its own."""
+    stub = inspect.getsource(getattr(MODULES[exercise], function))
+    text = inspect.getsource(MODULES[exercise])
+    assert text.count(stub) == 1
+    return text.replace(stub, inspect.getsource(getattr(answer, function)))
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [(["--nprocs=1"], "--nprocs must be 2 to 8, not 1"), (["--n=x"], "argument --n")],
+    ("exercise", "answer", "function", "words", "claim"),
+    [
+        (
+            "reduce_scatter",
+            answers.reduce_scatter,
+            "reduce_scatter",
+            ["--nprocs=2"],
+            "2 ranks hold their chunk of the sum",
+        ),
+        pytest.param(
+            "uneven_mean",
+            answers.uneven_mean,
+            "mean_and_std",
+            [],
+            "3 ranks agree with one process in 4 cases",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
-def test_exercise_refuses(words: list[str], message: str) -> None:
-    result = python(SCRIPT, *words, timeout=60)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"exercise_reduce_scatter.py: {message}")
-    assert result.stderr.count("\n") == 1
+def test_script_with_the_answer_in_it_passes(
+    tmp_path: Path,
+    exercise: str,
+    answer: ModuleType,
+    function: str,
+    words: list[str],
+    claim: str,
+) -> None:
+    for module in (ROOT / ROOM).glob("*.py"):
+        (tmp_path / module.name).write_bytes(module.read_bytes())
+    script = tmp_path / f"{exercise}.py"
+    script.write_text(with_answer(exercise, answer, function))
+    result = python(script, *words)
+    assert (result.returncode, result.output) == (0, f"check: {claim}\n")
+
+
+def test_no_answer_stands_in_the_room() -> None:
+    scripts = [path.read_text() for path in (ROOT / ROOM).glob("*.py")]
+    assert len(scripts) == 6
+    for answer, line in (
+        (answers.reduce_scatter, "tensor[(rank - hop - 1) % world_size] += received"),
+        (answers.uneven_mean, "total = torch.stack([own.sum(), torch.tensor(float("),
+    ):
+        assert line in inspect.getsource(answer)
+        assert not any(line in script for script in scripts)
+
+
+@pytest.mark.parametrize(
+    ("exercise", "words", "environment", "message"),
+    [
+        (
+            "reduce_scatter",
+            ["--nprocs=1"],
+            {},
+            "argument --nprocs: '1' is no number from 2 to 8",
+        ),
+        ("reduce_scatter", ["--n=x"], {}, "argument --nprocs: 'x' is no number from 2"),
+        ("uneven_mean", ["now"], {}, "unrecognized arguments: now"),
+        ("uneven_mean", [], {"RANK": "0"}, "start it with python, not torchrun: it "),
+    ],
+)
+def test_exercise_refuses(
+    capsys: pytest.CaptureFixture[str],
+    exercise: str,
+    words: list[str],
+    environment: dict[str, str],
+    message: str,
+) -> None:
+    check = getattr(MODULES[f"check_{exercise}"], f"check_{exercise}")
+    with (
+        mock.patch.object(sys, "argv", [f"{exercise}.py", *words]),
+        mock.patch.dict(os.environ, environment),
+        pytest.raises(SystemExit) as ended,
+    ):
+        check(None)
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert err.startswith(f"{exercise}.py: {message}") and err.count("\n") == 1

@@ -519,6 +519,7 @@ def test_offload_notices_what_has_stayed_on_the_device() -> None:
     assert faults == ["states: only 0 bytes have left the device"]
 
 
+@pytest.mark.slow
 def test_a_model_too_large_to_be_counted_is_named_before_it_is_made() -> None:
     fit_into, parameters_of = (
         module("sized_qwen").fit_into,

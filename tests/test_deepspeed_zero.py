@@ -319,6 +319,7 @@ def assert_ended_well(result: Result, stage: int, ranks: int, count: int) -> Non
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_deepspeed_starts_two_ranks_while_29500_is_taken(tmp_path: Path) -> None:
     folder = tmp_path / "a folder"
     folder.mkdir()
@@ -471,6 +472,7 @@ def test_two_hosts_on_one_machine_need_not_share_its_gpu(
     )
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_line() -> None:
     for arguments, expected in (
         (["--steps=0"], "argument --steps: '0' is not a whole number of 1 or more"),
@@ -482,6 +484,7 @@ def test_bad_input_is_one_line() -> None:
         assert result.stderr == f"stage_0.py: {expected}\n"
 
 
+@pytest.mark.slow
 def test_more_ranks_than_a_machine_can_bear_are_refused() -> None:
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     env = clean_environment(WORLD_SIZE="99", LOCAL_SIZE="99", **ranks)

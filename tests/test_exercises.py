@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -52,17 +52,24 @@ def load_exercise(chapter: str, name: str) -> ModuleType:
         sys.modules.update(hidden)
 
 
-MEAN = load_exercise("01_communication", "exercise_uneven_mean")
-BUCKETS = load_exercise("02_ddp_mp", "exercise_buckets")
-ACCUMULATION = load_exercise("03_ddp_torchrun", "exercise_accumulation")
-TRAINING = load_exercise("03_ddp_torchrun", "exercise_broken_training")
+MEAN = load_exercise("01_communication/exercises", "check_uneven_mean")
+BUCKETS = load_exercise("02_ddp_mp/exercises", "check_buckets")
+LOOP = load_exercise("02_ddp_mp/exercises", "check_broken_loop")
+BROKEN_LOOP = ROOT / "02_ddp_mp" / "exercises" / "broken_loop.py"
+ACCUMULATION = load_exercise("03_ddp_torchrun/exercises", "check_accumulation")
+TRAINING = load_exercise("03_ddp_torchrun/exercises", "check_broken_training")
+SCRIPT = load_exercise("03_ddp_torchrun/exercises", "check_your_own_script")
+# What the reader edits, as it stands.
+UNTOUCHED = load_exercise("03_ddp_torchrun/exercises", "your_own_script")
+EPOCH = load_exercise("03_ddp_torchrun/exercises", "accumulation").train_epoch
+BROKEN = load_exercise("03_ddp_torchrun/exercises", "broken_training").train_and_save
 LOST = load_exercise("04_rpc_parameter_server", "exercise_lost_steps")
 WAITING = load_exercise("04_rpc_parameter_server", "exercise_waiting_server")
 ADAM = load_exercise("05_deepspeed_zero", "exercise_sharded_adam")
 ENGINE = load_exercise("05_deepspeed_zero", "exercise_broken_engine")
 
 # Those of chapter 04 import the exercise.
-from answers import broken_engine  # noqa: E402
+from answers import broken_engine, your_own_script  # noqa: E402
 from answers.accumulation import train_epoch  # noqa: E402
 from answers.broken_training import train_and_save  # noqa: E402
 from answers.buckets import average_in_buckets  # noqa: E402
@@ -94,6 +101,8 @@ def group_that_reports(file: str) -> Iterator[None]:
         world_size=world_size,
         timeout=timedelta(seconds=6),
     )
+    # A rank whose answer calls nothing would leave before the other has connected.
+    dist.barrier()
     try:
         yield
     finally:
@@ -117,6 +126,19 @@ def judge(
     return told
 
 
+def ask(prefix: str, checker: Callable[[Any], str], answers: Answers) -> list[str]:
+    """Let a checker try answers on this rank, each in a group of its own.
+
+    For exercises whose checker takes the answer; `judge` is for those whose checker
+    stands in the script that the reader edits.
+    """
+    told = []
+    for number, answer in enumerate(answers):
+        with group_that_reports(f"{prefix}{number}"):
+            told.append(checker(answer))
+    return told
+
+
 def expect(by_rank: list[list[str]], hints: Hints) -> None:
     """Every rank must have been told of every answer what is expected."""
     assert len(by_rank) > 1
@@ -136,8 +158,8 @@ def expect(by_rank: list[list[str]], hints: Hints) -> None:
 # 01: a mean over ranks that have unequally many numbers.
 
 
-def judge_means(folder: str, answers: list[Any]) -> list[str]:
-    return judge(f"{folder}/", MEAN, "mean_and_std", "judge_means", answers)
+def try_means(folder: str, answers: Answers) -> list[str]:
+    return ask(f"{folder}/", MEAN.try_cases, answers)
 
 
 def global_mean(own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -255,7 +277,7 @@ def test_mean(worker_pool: WorkerPool, tmp_path: Path) -> None:
     ]
     answers = [answer for answer, _ in hints]
     by_rank = worker_pool.run(
-        judge_means, str(tmp_path), answers, world_size=3, timeout=120
+        try_means, str(tmp_path), answers, world_size=3, timeout=120
     )
     expect(by_rank, hints)
 
@@ -263,8 +285,8 @@ def test_mean(worker_pool: WorkerPool, tmp_path: Path) -> None:
 # 02: gradients averaged in buckets.
 
 
-def judge_buckets(folder: str, answers: Answers) -> list[str]:
-    return judge(f"{folder}/", BUCKETS, "average_in_buckets", "judge_buckets", answers)
+def try_buckets(folder: str, answers: Answers) -> list[str]:
+    return ask(f"{folder}/", BUCKETS.try_cases, answers)
 
 
 def fill_buckets(parameters: list[Any], cap: int, flaw: str) -> None:
@@ -299,7 +321,7 @@ def fill_buckets(parameters: list[Any], cap: int, flaw: str) -> None:
 
 
 def test_buckets(worker_pool: WorkerPool, tmp_path: Path) -> None:
-    first = "room for 32: "
+    first = "cap 32: "
     hints: Hints = [(average_in_buckets, [""] * 3)]
     hints += [
         (functools.partial(fill_buckets, flaw=flaw), [hint] * 3)
@@ -307,7 +329,7 @@ def test_buckets(worker_pool: WorkerPool, tmp_path: Path) -> None:
             "one for each": f"{first}7 messages were sent, where 5 would do",
             "one for all": f"{first}one message has 111 numbers, but only 32 fit",
             "sum": f"{first}gradient 0 is 3 times the mean: it is the sum (and 6 more)",
-            "forgets the last": f"{first}gradient 6 still holds this rank's own",
+            "forgets the last": f"{first}gradient 6 is still this rank's local grad",
             "last layer first": f"{first}the messages have [3, 40, 13, 30, 25] numbers",
             "mixes them up": f"{first}gradient 0 begins with number 5 of gradient 0",
             "does not write back": f"{first}111 numbers were sent, but gradient 0",
@@ -320,22 +342,82 @@ def test_buckets(worker_pool: WorkerPool, tmp_path: Path) -> None:
         "this rank calls ALLREDUCE of shape [7], another rank ALLREDUCE of shape [13]"
     )
     skips = functools.partial(fill_buckets, flaw="skips what is None")
-    case = "room for 32, no gradient 3 on rank 1: "
+    case = "cap 32, no gradient 3 on rank 1: "
     hints.append((skips, [case + mine, case + other, case + mine]))
     answers = [answer for answer, _ in hints]
     by_rank = worker_pool.run(
-        judge_buckets, str(tmp_path), answers, world_size=3, timeout=120
+        try_buckets, str(tmp_path), answers, world_size=3, timeout=120
     )
     expect(by_rank, hints)
 
 
-# 03: accumulation over an epoch, and a training loop.
+# 02: a training loop that averages its gradients, and nobody reads the mean.
+
+UNREAD = "        dist.all_reduce(mean)\n"
 
 
-def judge_accumulation(folder: str, answers: Answers) -> list[str]:
-    return judge(
-        f"{folder}/", ACCUMULATION, "train_epoch", "judge_accumulation", answers
+def try_loops(folder: str, repairs: list[str]) -> list[str]:
+    """Put each repair in the place of UNREAD, and let the checker try the loop."""
+    loops, text = [], BROKEN_LOOP.read_text()
+    assert text.count(UNREAD) == 1
+    sys.modules.setdefault("check_broken_loop", LOOP)
+    for repair in repairs:
+        loop: dict[str, Any] = {"__name__": "broken_loop"}
+        exec(text.replace(UNREAD, repair), loop)
+        loops.append(loop["train"])
+    with mock.patch.object(LOOP, "STEPS", 16):
+        return ask(f"{folder}/", LOOP.try_loop, loops)
+
+
+def test_broken_loop(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    copied = f"{UNREAD}        parameter.grad.copy_(mean)\n"
+    replaced = f"{UNREAD}        parameter.grad = mean\n"
+    text = "the loss fell from {} to {}, but 33,153 weights differ from rank {}'s"
+    equal = "the loss fell from {} to {}, but the weights, equal on both ranks, are not"
+    hints: Hints = [
+        (UNREAD, [text.format(1.03, 0.76, 1), text.format(1.08, 0.76, 0)]),
+        (copied, [""] * 2),
+        (replaced, [""] * 2),
+        # The sum: with plain SGD that is a step twice as long, and not one process's.
+        (
+            "        dist.all_reduce(parameter.grad)\n",
+            [equal.format("1.00", 0.55), equal.format(1.05, 0.58)],
+        ),
+        # The mean, but only on rank 1.
+        (
+            f"{UNREAD}        if dist.get_rank(): parameter.grad = mean\n",
+            [text.format(1.03, 0.76, 1), text.format(1.08, 0.76, 0)],
+        ),
+        # The same gradients on both ranks, and nobody has asked rank 1 for its own.
+        (
+            "        dist.broadcast(parameter.grad, src=0)\n",
+            [equal.format(1.03, 0.76), equal.format(1.07, 0.78)],
+        ),
+        # Ranks that make different calls.
+        (
+            "        dist.all_reduce(mean.flatten()[: 1 + dist.get_rank()])\n",
+            [
+                "this rank calls ALLREDUCE of shape [1], another rank ALLREDUCE of sh",
+                "this rank calls ALLREDUCE of shape [2], another rank ALLREDUCE of sh",
+            ],
+        ),
+    ]
+    repairs = [repair for repair, _ in hints]
+    by_rank = worker_pool.run(
+        try_loops, str(tmp_path), repairs, world_size=2, timeout=120
     )
+    expect(by_rank, hints)
+
+
+# 03: accumulation over an epoch, a training loop, and one of one process.
+
+
+def try_accumulation(folder: str, answers: Answers) -> list[str]:
+    return ask(f"{folder}/", ACCUMULATION.try_epoch, answers)
+
+
+def no_sync(ddp_model: DistributedDataParallel, wanted: bool) -> Any:
+    return ddp_model.no_sync() if wanted else contextlib.nullcontext()
 
 
 def accumulate(
@@ -356,14 +438,11 @@ def accumulate(
         if flaw == "not divided":
             divisor = 1
         quiet = not is_last and flaw != "never quiet"
-        with ddp_model.no_sync() if quiet else contextlib.nullcontext():
-            if flaw != "quiet too late":
-                loss = F.mse_loss(ddp_model(inputs), labels)
-                (loss / divisor).backward()
-        if flaw == "quiet too late":
+        too_late, left_early = flaw == "quiet too late", flaw == "quiet in forward only"
+        with no_sync(ddp_model, quiet and not too_late):
             loss = F.mse_loss(ddp_model(inputs), labels)
-            with ddp_model.no_sync() if quiet else contextlib.nullcontext():
-                (loss / divisor).backward()
+        with no_sync(ddp_model, quiet and not left_early):
+            (loss / divisor).backward()
         if is_last or (flaw == "rest not sent" and number == len(batches)):
             optimizer.step()
         if flaw != "never cleared" and (is_last or flaw == "always cleared"):
@@ -372,38 +451,45 @@ def accumulate(
 
 def test_accumulation(worker_pool: WorkerPool, tmp_path: Path) -> None:
     of = "the gradient of step"
-    hints: Hints = [(train_epoch, [""] * 2)]
+    hints: Hints = [
+        (train_epoch, [""] * 2),
+        (EPOCH, ["10 steps, where 3 are due"] * 2),
+    ]
     hints += [
         (functools.partial(accumulate, flaw=flaw), [hint] * 2)
         for flaw, hint in {
             "always divided by 4": f"{of} 3 is divided by 4, but this step has 2",
             "not divided": f"{of} 1 is 4 times too large: add up losses that are",
-            "never quiet": "right, but with 10 exchanges, where 3 do: only the last",
-            "quiet too late": "right, but with 10 exchanges, where 3 do: DDP must be",
-            "rest not sent": f"{of} 3 is this rank's own: it has not been exchanged",
+            "never quiet": "right, but with 10 all-reduces, where 3 do: only the last",
+            "quiet too late": "right, but with 10 all-reduces, where 3 do: DDP must be",
+            "rest not sent": f"{of} 3 is local: it has not been all-reduced",
             "no rest": "2 steps, and the last 2 batches are left over",
             "never cleared": f"{of} 2 still holds that of the step before it",
             "always cleared": f"{of} 1 is that of its last batch alone, divided",
         }.items()
     ]
-    # The comparison above would accept a flaw that this function did not make.
-    hints.append((functools.partial(accumulate, flaw=""), [""] * 2))
+    # The comparison above would accept a flaw that this function did not make. And DDP
+    # asks for no_sync in the forward pass only.
+    for no_flaw in ("", "quiet in forward only"):
+        hints.append((functools.partial(accumulate, flaw=no_flaw), [""] * 2))
     answers = [answer for answer, _ in hints]
     by_rank = worker_pool.run(
-        judge_accumulation, str(tmp_path), answers, world_size=2, timeout=120
+        try_accumulation, str(tmp_path), answers, world_size=2, timeout=120
     )
     expect(by_rank, hints)
 
 
-def judge_training(folder: str, answers: Answers) -> list[str]:
+def try_trainings(folder: str, answers: Answers) -> list[str]:
     with mock.patch.object(TRAINING, "PATIENCE", timedelta(seconds=4)):
-        return judge(
-            f"{folder}/", TRAINING, "train_and_save", "judge_training", answers
-        )
+        return ask(f"{folder}/", TRAINING.try_training, answers)
 
 
 def train_with_flaw(
-    ddp_model: DistributedDataParallel, dataset: Dataset, path: Path, flaw: str
+    ddp_model: DistributedDataParallel,
+    dataset: Dataset,
+    epochs: int,
+    path: Path,
+    flaw: str,
 ) -> Any:
     """Train as the answer does, but for one flaw."""
     rank = dist.get_rank()
@@ -415,7 +501,7 @@ def train_with_flaw(
     optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.1)
     forward = ddp_model.module if flaw == "passes DDP by" else ddp_model
     losses = []
-    for epoch in range(TRAINING.EPOCHS):
+    for epoch in range(epochs):
         if flaw != "forgets the epoch":
             sampler.set_epoch(epoch)
         total = torch.zeros(())
@@ -427,7 +513,7 @@ def train_with_flaw(
             total += loss.detach()
         if flaw == "sum":
             dist.all_reduce(total)
-        elif flaw != "own loss" and (flaw != "rank 0 alone" or rank == 0):
+        elif flaw != "local loss" and (flaw != "rank 0 alone" or rank == 0):
             dist.all_reduce(total, op=dist.ReduceOp.AVG)
         losses.append((total / len(loader)).item())
     model = ddp_model if flaw == "wrapped names" else ddp_model.module
@@ -439,16 +525,19 @@ def train_with_flaw(
 def test_training(worker_pool: WorkerPool, tmp_path: Path) -> None:
     loss, mean = "the loss of epoch 0 is", "over all ranks 0.448: it is"
     waits = "waited in a collective for rank 1, who did not come"
-    hints: Hints = [(train_and_save, [""] * 2)]
+    hints: Hints = [
+        (train_and_save, [""] * 2),
+        (BROKEN, ["epoch 1 has the order of an epoch before"] * 2),
+    ]
     hints += [
         (functools.partial(train_with_flaw, flaw=flaw), expected)
         for flaw, expected in {
             "": [""] * 2,
             "forgets the epoch": ["epoch 1 has the order of an epoch before"] * 2,
             "shuffles without a sampler": ["in epoch 0 the ranks saw 48 samples"] * 2,
-            "own loss": [
-                f"{loss} 0.417, {mean} this rank's own",
-                f"{loss} 0.479, {mean} this rank's own",
+            "local loss": [
+                f"{loss} 0.417, {mean} this rank's local loss",
+                f"{loss} 0.479, {mean} this rank's local loss",
             ],
             "sum": [f"{loss} 0.896, {mean} the sum over the ranks"] * 2,
             "returns nothing": ["it returned None, not a list of 3 losses"] * 2,
@@ -463,7 +552,98 @@ def test_training(worker_pool: WorkerPool, tmp_path: Path) -> None:
     ]
     answers = [answer for answer, _ in hints]
     by_rank = worker_pool.run(
-        judge_training, str(tmp_path), answers, world_size=2, timeout=120
+        try_trainings, str(tmp_path), answers, world_size=2, timeout=120
+    )
+    expect(by_rank, hints)
+
+
+def try_scripts(folder: str, answers: Answers) -> list[str]:
+    with mock.patch.object(SCRIPT, "PATIENCE", timedelta(seconds=4)):
+        models = [(UNTOUCHED.Throw, answer) for answer in answers]
+        return ask(f"{folder}/", SCRIPT.try_script, models)
+
+
+def fit_with_flaw(
+    model: torch.nn.Module, dataset: Dataset, epochs: int, flaw: str
+) -> Any:
+    """Train as the answer does, but for one flaw."""
+    rank = dist.get_rank()
+    by_hand = flaw in {"no DDP", "sum", "rank 0's gradient"}
+    wrapped = model if by_hand else DistributedDataParallel(model)
+    sampler = DistributedSampler(dataset)
+    batch_size = 32 if flaw == "batch size of one process" else 16
+    loader = DataLoader(dataset, batch_size, sampler=sampler)
+    lr = 0.2 if flaw == "doubled learning rate" else 0.1
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=lr)
+    forward = model if flaw == "bypasses DDP" else wrapped
+    losses = []
+    for epoch in range(epochs):
+        if flaw != "forgets the epoch":
+            sampler.set_epoch(epoch)
+        total = torch.zeros(())
+        for throws, lengths in loader:
+            optimizer.zero_grad()
+            loss = F.mse_loss(forward(throws), lengths)
+            (loss / 2 if flaw == "divided twice" else loss).backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            for gradient in gradients if by_hand else []:
+                if flaw == "sum":
+                    dist.all_reduce(gradient)
+                if flaw == "rank 0's gradient":
+                    dist.broadcast(gradient, src=0)
+            optimizer.step()
+            total += loss.detach()
+            for buffer in model.buffers() if flaw != "buffer" else []:
+                dist.all_reduce(buffer, op=dist.ReduceOp.AVG)
+        if flaw == "sum of losses":
+            dist.all_reduce(total)
+        elif flaw != "local loss" and (flaw != "rank 0 alone" or rank == 0):
+            dist.all_reduce(total, op=dist.ReduceOp.AVG)
+        losses.append((total / len(loader)).item())
+        if (rank == 0 or flaw == "all print") and flaw != "nobody prints":
+            print(f"epoch {epoch} | loss {losses[-1]:.3f}")
+    return None if flaw == "returns nothing" else losses
+
+
+def test_your_own_script(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    weight, loss = "after step 1: layers.0.weight moved", "the loss of epoch 0 is"
+    differ = f"{weight} {{0: 1.048, 1: 0.952}} times as far: the ranks' weights differ"
+    agree = f"{weight} {{{{0: {{}}, 1: {{}}}}}} times as far: "
+    waits = "waited in a collective for rank 1, who did not come"
+    hints: Hints = [
+        (your_own_script.fit, [""] * 2),
+        (UNTOUCHED.fit, ["in epoch 0 the ranks saw 256 samples, 128 of them ag"] * 2),
+    ]
+    hints += [
+        (functools.partial(fit_with_flaw, flaw=flaw), expected)
+        for flaw, expected in {
+            "": [""] * 2,
+            "batch size of one process": ["4 steps of 64 samples, where one process"]
+            * 2,
+            "no DDP": [differ] * 2,
+            "bypasses DDP": [differ] * 2,
+            "sum": [agree.format(2.0, 2.0) + "is it a sum over the ranks, or"] * 2,
+            "doubled learning rate": [agree.format(2.0, 2.0) + "is it a sum"] * 2,
+            "divided twice": [agree.format(0.5, 0.5) + "the ranks agree, but not"] * 2,
+            "rank 0's gradient": [agree.format(1.048, 1.048) + "the ranks agree"] * 2,
+            "buffer": ["after step 1: mean moved {0: 1.035, 1: 0.967} times as far: "]
+            * 2,
+            "sum of losses": ["after step 1: loss moved {0: 2.0, 1: 2.0} times as f"]
+            * 2,
+            "forgets the epoch": ["epoch 1 has the order of an epoch before"] * 2,
+            "local loss": [
+                f"{loss} 2.923, over all ranks 2.276: it is this rank's local loss",
+                f"{loss} 1.628, over all ranks 2.276: it is this rank's local loss",
+            ],
+            "returns nothing": ["it returned None, not a list of 2 losses"] * 2,
+            "all print": ["", "this rank prints the losses too"],
+            "nobody prints": ["this rank prints 0 lines", ""],
+            "rank 0 alone": [waits, "it ended with: "],
+        }.items()
+    ]
+    answers = [answer for answer, _ in hints]
+    by_rank = worker_pool.run(
+        try_scripts, str(tmp_path), answers, world_size=2, timeout=120
     )
     expect(by_rank, hints)
 

@@ -1,15 +1,17 @@
 """What holds for every file of the repository, whichever lesson it belongs to.
 
-A rule is a function from a tree (path to text) to the list of its violations. Each
-rule is held against this repository, and against small samples that break it, so that
-a rule that has stopped finding anything is noticed.
+A rule is a function from a tree (path to text) to the list of its violations, each of
+which begins with the path of a file. Each rule is held against this repository, and
+against small samples that break it, so that a rule that has stopped finding anything is
+noticed. What does not keep a rule yet stands in NOT_YET, exactly.
 """
 
 import ast
 import html.parser
+import os
 import posixpath
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import pairwise
@@ -20,6 +22,7 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from copies import COPIES
 from launch import ROOT
 from readme_runner import ReadmeRunner, parse_block, repository_files
 
@@ -27,21 +30,101 @@ Tree = Mapping[str, str]
 Rule = Callable[[Tree], list[str]]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-LONGEST_SCRIPT = 250
-LONGEST_COPY = 15
+# Lines of a script, and of a module that several chapters share.
+LONGEST_SCRIPT = 110
+LONGEST_SHARED_MODULE = 200
+# The heading in CONTRIBUTING.md below which the longer scripts are named.
+LONG_SCRIPTS = "Scripts of more than 110 lines"
+# Words of prose on a chapter's first page, and on its other pages.
+LONGEST_CHAPTER_PAGE = 2000
+LONGEST_PAGE = 1200
+LATEST_CODE = 60  # the line by which a chapter's first page shows Python
+LARGEST_FOLDER = 10
+# How many modules of its chapter a script may import, beside `ranks`. In some rooms it
+# imports nothing of ours, nor does the smallest script of a chapter.
+MOST_IMPORTS = 2
+MOST_IMPORTS_BY_NAME = {"train.py": 3}
+ROOMS_WITHOUT_IMPORTS = {"failures", "mistakes"}
 WIDEST_BLOCK = 88
 # The default port of the launchers: a lesson that needs it fails beside another job.
 FORBIDDEN_PORT = 29500  # allowed port: the rule itself has to name it
 ALLOWED_PORT = "# allowed port: "
 # Its functions have the process group that exists at its import as a default argument.
 HOLDER = "torch.distributed.nn"
-DOCSTRING_PARTS = ("Run:", "Needs:", "Expect:", "Before:", "Next:")
+DOCSTRING_PARTS = ("Run:", "Expect:")
+# The order of reading stands on the page, and so does what a script needs.
+FORMER_DOCSTRING_PARTS = ("Needs:", "Before:", "Next:")
 VAGUE_WORDS = {"util", "utils", "helper", "helpers", "common"}
 # Each with the name to use in its place.
 FORBIDDEN_NAMES = {
     "gpu_id": "rank or local_rank",
     "size": "world_size, or what it is the size of",
     "master_process": "is_rank_zero",
+}
+# The words of a language that only we speak, below those that documentation and papers
+# use for the same thing. In code they are free.
+PRIVATE_WORDS: dict[str, tuple[str, ...]] = {
+    "flat buffer, flattened gradient buffer or bucket": (
+        "a row to send",
+        "into one row",
+    ),
+    "peak memory, transient or temporaries": ("for a moment", "the most in a step"),
+    "sharded, partitioned or split": (
+        "shared out",
+        "parted",
+        "part a model",
+        "dealt out",
+    ),
+    "local loss": ("own loss",),
+    "computes": ("finds its gradient", "finds a gradient"),
+    "optimizer state, or first and second moments": (
+        "Adam's states",
+        "the optimizer's numbers",
+        "two running means",
+    ),
+    "fp32 master weights": ("a copy in float32",),
+    "freed or released": ("let go", "given away"),
+    "gathered or all-gathered": ("fetched",),
+    "memory per rank, or allocated": ("what each rank holds", "held by a rank"),
+    "communication volume": ("what each stage sends",),
+    "offloaded": ("moved elsewhere",),
+    "consolidated checkpoint": ("joined weights",),
+    "resuming from": ("going on from", "go on from"),
+    "elastic membership, scale up or scale down": ("ranks that come and go",),
+    "checkpointing and fault tolerance": ("crashes survived",),
+    "uninterrupted": ("in peace",),
+    "diverge": ("drift apart", "the ranks part", "weights that part"),
+    "garbage (undefined) values, or partial sums": (
+        "rubbish",
+        "scrap",
+        "half-made sums",
+    ),
+    "root, star topology, or naive (through rank 0)": (
+        "instead of a hub",
+        "the hub sends",
+    ),
+    "buffered, or eager protocol": ("put aside",),
+    "in flight": ("has in hand",),
+    "RMSE": ("metres off",),
+    "held-out points": ("unseen places",),
+    "predicting the mean, or baseline": ("a flat map",),
+    "seen half, unseen half": ("at home", "abroad"),
+    "rendezvous": ("meeting place", "meeting points", "meeting"),
+    "heartbeat": ("sign of life",),
+    "embedding table": ("a table of words",),
+    "pooled embeddings": ("a sum of rows", "bag sums"),
+    "lost updates": ("entries lost",),
+    "scenarios or cases": ("acts", "plays"),
+    "checker or comparison": ("judge", "verdict"),
+    "security": ("whom you trust", "whom RPC trusts"),
+    "network namespace": ("own world",),
+    "network partition, or link down": ("a cable is pulled",),
+    "default DDP": ("DDP as it comes",),
+    "gradient compression": ("send less",),
+    "rebuilds its buckets": ("lays out its message anew",),
+    "bypass the wrapper": ("walk past DDP",),
+    "timeout": ("time-out",),
+    "temporary file, atomic rename": ("beside its place, then renamed",),
 }
 LANGUAGES = {"console", "diff", "python", "text", "sh", "bash"}
 # The shell blocks that the tests do not run, and why, by file. The list has to match
@@ -60,7 +143,37 @@ NOT_RUN: dict[str, list[str]] = {
 }
 
 
+# Where a rule does not hold yet: chapters that have the form of the first edition, and
+# pages of the root. The list is exact: what has been mended must be taken off.
+DDP, RPC, ZERO = "03_ddp_torchrun", "04_rpc_parameter_server", "05_deepspeed_zero"
+NOT_YET: dict[str, set[str]] = {
+    "spine_scripts_are_short": {DDP, RPC, ZERO},
+    "lessons_import_little": {DDP, RPC, ZERO},
+    "folders_are_small": {DDP, RPC, ZERO},
+    "no_path_surgery": {DDP, RPC, ZERO},
+    "pages_alone_say_the_order": {DDP, RPC, ZERO},
+    "shared_modules_are_equal": {RPC, ZERO},
+    "functions_have_one_home": {DDP, RPC, ZERO},
+    "pages_are_short": {DDP, RPC, ZERO},
+    "chapter_pages_show_code_early": {RPC, ZERO},
+    "pages_use_the_fields_words": {DDP, RPC, ZERO},
+    "pages_do_not_demonstrate_refusals": {DDP, RPC, ZERO},
+}
+
+
 # What the rules look at.
+
+
+class Link(str):
+    """A symbolic link in a tree: the text of the file that it leads to."""
+
+    def __new__(cls, text: str, leads_to: str) -> "Link":
+        """Remember what the link itself says: mostly a path from its own folder."""
+        link = super().__new__(cls, text)
+        link.leads_to = leads_to
+        return link
+
+    leads_to: str
 
 
 @cache
@@ -68,22 +181,39 @@ def repository() -> Tree:
     """Return this repository; files that are not text count as empty."""
     tree = {}
     for name in repository_files():
+        path = ROOT / name
         try:
-            tree[name] = (ROOT / name).read_text("utf-8")
+            text = path.read_text("utf-8") if path.is_file() else ""
         except UnicodeDecodeError:
-            tree[name] = ""
+            text = ""
+        tree[name] = Link(text, os.readlink(path)) if path.is_symlink() else text
     return tree
 
 
+@cache
+def parsed(text: str) -> ast.Module:
+    """Parse a Python file, once for all rules."""
+    return ast.parse(text)
+
+
 def python_files(tree: Tree) -> dict[str, ast.Module]:
-    """Return all Python files, parsed."""
-    return {name: ast.parse(tree[name]) for name in tree if name.endswith(".py")}
+    """Return all Python files, parsed. What a link leads to is not looked at twice."""
+    return {
+        name: parsed(text)
+        for name, text in tree.items()
+        if name.endswith(".py") and not isinstance(text, Link)
+    }
+
+
+def is_in_a_chapter(name: str) -> bool:
+    """Tell whether a path leads into a chapter's folder, or into a room of one."""
+    return bool(re.match(r"0\d_\w+/", name))
 
 
 def lesson_files(tree: Tree) -> dict[str, ast.Module]:
-    """Return the Python files of the chapters."""
+    """Return the Python files of the chapters and of their rooms."""
     files = python_files(tree)
-    return {name: files[name] for name in files if re.match(r"0\d_\w+/", name)}
+    return {name: files[name] for name in files if is_in_a_chapter(name)}
 
 
 def is_main_guard(node: ast.stmt) -> bool:
@@ -99,39 +229,183 @@ def scripts(tree: Tree) -> dict[str, ast.Module]:
     }
 
 
+@cache
+def tokens_of(text: str) -> list[Token]:
+    """Parse a Markdown file, once for all rules."""
+    return MarkdownIt("commonmark").enable("table").parse(text)
+
+
 def markdown(tree: Tree) -> dict[str, list[Token]]:
     """Return the tokens of all Markdown files."""
-    parser = MarkdownIt("commonmark").enable("table")
-    return {name: parser.parse(tree[name]) for name in tree if name.endswith(".md")}
+    return {name: tokens_of(tree[name]) for name in tree if name.endswith(".md")}
 
 
-def commands(tree: Tree) -> Iterator[str]:
-    """Yield the commands of all console blocks, each on one line."""
-    for tokens in markdown(tree).values():
-        for token in tokens:
-            if token.type == "fence" and token.info == "console":
-                for step in parse_block(token.content).steps:
-                    yield step.command.replace("\\\n", " ")
+def chapter_pages(tree: Tree) -> dict[str, str]:
+    """Return the text of the chapters' pages, those of their rooms included."""
+    return {
+        name: text
+        for name, text in tree.items()
+        if name.endswith(".md") and is_in_a_chapter(name)
+    }
+
+
+def is_first_page(name: str) -> bool:
+    """Tell whether a path is that of a chapter's README.md, not of a room's."""
+    return bool(re.fullmatch(r"0\d_\w+/README\.md", name))
+
+
+def prose(text: str) -> str:
+    """Return the words of a page, with one space between them.
+
+    Blocks, code within a line, comments and the targets of links are no prose.
+    """
+    for not_prose in (r"(?ms)^[ >]*```.*?^[ >]*```", r"(?s)<!--.*?-->", r"`[^`\n]*`"):
+        text = re.sub(not_prose, "", text)
+    return " ".join(re.sub(r"\]\([^)]*\)", "]", text).split())
+
+
+def commands(tree: Tree) -> Iterator[tuple[str, str]]:
+    """Yield the commands of all console blocks, each on one line, with its place."""
+    for place, token, _ in fences(tree):
+        if token.info == "console":
+            for step in parse_block(token.content).steps:
+                yield place, step.command.replace("\\\n", " ")
 
 
 # Rules about the lessons.
 
 
 def every_script_is_run(tree: Tree) -> list[str]:
-    """A README command starts each script, by ``python`` or by a launcher."""
+    """A README command starts each script, by ``python`` or by a launcher.
+
+    Those that draw are left out: ``make figures`` runs them, and a test. Where a
+    ``show.py`` runs the scripts beside it, it may be told their names.
+    """
     launched = r"\b(python3?|torchrun|deepspeed)\b[^;|&\n]*?(?<![\w./-]){}(?![\w./-])"
-    run = list(commands(tree))
-    return [
-        f"{name}: no console block runs it"
-        for name in scripts(tree)
-        if not any(re.search(launched.format(re.escape(name)), line) for line in run)
+    run = [command for _, command in commands(tree)]
+    violations = []
+    for name in scripts(tree):
+        path = PurePosixPath(name)
+        patterns = [launched.format(re.escape(name))]
+        show = str(path.parent / "show.py")
+        if show in tree and path.name != "show.py":
+            patterns.append(rf"{re.escape(show)} .*\b{re.escape(path.stem)}\b")
+        is_run = any(re.search(p, line) for p in patterns for line in run)
+        if not is_run and not path.name.startswith("draw_"):
+            violations.append(f"{name}: no console block runs it")
+    return violations
+
+
+def long_scripts(tree: Tree) -> set[str]:
+    """Return the scripts that CONTRIBUTING.md names, with its reason, as long ones."""
+    page = tree.get("CONTRIBUTING.md", "")
+    section = page.partition(f"\n## {LONG_SCRIPTS}\n")[2].partition("\n## ")[0]
+    return set(re.findall(r"^- `(\S+)`: \S", section, re.M))
+
+
+def spine_scripts_are_short(tree: Tree) -> list[str]:
+    """No script, in a chapter or in a room, is longer than LONGEST_SCRIPT lines.
+
+    CONTRIBUTING.md names those that are, and only those.
+    """
+    lengths = {name: len(tree[name].splitlines()) for name in scripts(tree)}
+    long = {name for name, length in lengths.items() if length > LONGEST_SCRIPT}
+    listed = long_scripts(tree)
+    return [f"{name}: {lengths[name]} lines" for name in sorted(long - listed)] + [
+        f"CONTRIBUTING.md: {name} is no script of more than {LONGEST_SCRIPT} lines"
+        for name in sorted(listed - long)
     ]
 
 
-def scripts_are_short(tree: Tree) -> list[str]:
-    """No Python file of a chapter is longer than LONGEST_SCRIPT lines."""
-    lengths = {name: len(tree[name].splitlines()) for name in lesson_files(tree)}
-    return [f"{n}: {k} lines" for n, k in lengths.items() if k > LONGEST_SCRIPT]
+def lessons_import_little(tree: Tree) -> list[str]:
+    """A script makes a reader open few other files of its chapter.
+
+    `ranks.py` is read once and does not count. In the rooms where each script shows one
+    mistake it does: such a script needs nothing of ours, and a `minimal.py` nothing but
+    the model and the data. A table of many cases, `x_table.py`, is no such script.
+    """
+    violations = []
+    for name, module in scripts(tree).items():
+        path = PurePosixPath(name)
+        folders = (path.parent, PurePosixPath(path.parts[0]))
+        imported = {
+            part.split(".")[0]
+            for node in ast.walk(module)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for part in (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+            )
+        }
+        ours = {m for m in imported if any(f"{f / m}.py" in tree for f in folders)}
+        is_mistake = ROOMS_WITHOUT_IMPORTS & set(path.parts)
+        is_mistake = is_mistake and not path.stem.endswith("_table")
+        if is_mistake or path.name == "minimal.py":
+            most = 0
+            ours -= set() if is_mistake else {"model", "data"}
+        else:
+            most = MOST_IMPORTS_BY_NAME.get(path.name, MOST_IMPORTS)
+            ours -= {"ranks"}
+        if len(ours) > most:
+            imports = ", ".join(sorted(ours))
+            violations.append(f"{name}: imports {imports}; {most} are allowed")
+    return violations
+
+
+def folders_are_small(tree: Tree) -> list[str]:
+    """No folder of a chapter holds more than LARGEST_FOLDER Python files.
+
+    Links do not count. What measures, breaks or exercises has a room of its own. A room
+    of short mistakes may hold more.
+    """
+    folders = [PurePosixPath(name).parent for name in lesson_files(tree)]
+    numbers = Counter(str(f) for f in folders if f.name not in ROOMS_WITHOUT_IMPORTS)
+    return [
+        f"{folder}/: {number} Python files"
+        for folder, number in numbers.items()
+        if number > LARGEST_FOLDER
+    ]
+
+
+def links_stay_in_their_chapter(tree: Tree) -> list[str]:
+    """A symbolic link stands in a room, for a module of its chapter of the same name.
+
+    Its path is relative, so that it also leads there in a chapter taken away whole.
+    """
+    violations = []
+    for name, text in tree.items():
+        if isinstance(text, Link):
+            path = PurePosixPath(name)
+            target = posixpath.normpath(posixpath.join(path.parent, text.leads_to))
+            is_right = (
+                is_in_a_chapter(name)
+                and target.startswith(f"{path.parts[0]}/")
+                and not isinstance(tree.get(target, text), Link)
+                and target != name
+                and PurePosixPath(target).name == path.name
+            )
+            if not is_right:
+                violations.append(
+                    f"{name}: links to {text.leads_to}, which is no such module of its "
+                    "chapter"
+                )
+    return violations
+
+
+def no_path_surgery(tree: Tree) -> list[str]:
+    """No file of a chapter changes where Python looks for modules: a room has links."""
+    violations = []
+    for name, module in lesson_files(tree).items():
+        for node in ast.walk(module):
+            match node:
+                case ast.Attribute(value=ast.Name("sys"), attr="path"):
+                    violations.append(f"{name}:{node.lineno}: sys.path")
+                case ast.ImportFrom(module="sys", names=[*names]) if "path" in {
+                    alias.name for alias in names
+                }:
+                    violations.append(f"{name}:{node.lineno}: from sys import path")
+    return violations
 
 
 def scripts_say_how_to_run_them(tree: Tree) -> list[str]:
@@ -144,42 +418,70 @@ def scripts_say_how_to_run_them(tree: Tree) -> list[str]:
     ]
 
 
-def code_lines(function: Function, text: str) -> int:
-    """Count a function's lines without docstring, comments and empty lines."""
-    body = (
-        function.body[1:] if ast.get_docstring(function) is not None else function.body
-    )
-    head = range(function.lineno, function.body[0].lineno)
-    first = body[0].lineno if body else function.end_lineno or 0
-    counted = {*head, *range(first, (function.end_lineno or 0) + 1)}
-    lines = text.splitlines()
-    code = (lines[number - 1].strip() for number in counted)
-    return sum(bool(line) and not line.startswith("#") for line in code)
+def pages_alone_say_the_order(tree: Tree) -> list[str]:
+    """No docstring has one of FORMER_DOCSTRING_PARTS."""
+    return [
+        f"{name}: its docstring has `{part}`"
+        for name, module in lesson_files(tree).items()
+        for part in FORMER_DOCSTRING_PARTS
+        if re.search(rf"^{part} ", ast.get_docstring(module) or "", re.M)
+    ]
 
 
-def copies_are_equal_and_short(tree: Tree) -> list[str]:
-    """Functions of one name are equal, byte by byte, and few lines long.
+# The rules about what several files need.
 
-    This concerns the functions at the top level of the chapters' files, except
-    ``main`` and ``parse_args``. Those that do different things have different names;
-    one that is too long to be copied belongs in a module of its chapter. Docstring,
-    comments and empty lines do not count towards the length.
+SHARED_MODULES = {PurePosixPath(source).name: source for source in COPIES}
+
+
+def shared_modules_are_equal(tree: Tree) -> list[str]:
+    """A file named like a shared module is its source, or a copy, byte for byte.
+
+    tests/support/copies.py says which copies there are, and writes them.
     """
-    places: dict[str, list[tuple[str, str, int]]] = defaultdict(list)
-    for name, module in lesson_files(tree).items():
-        for node in module.body:
-            if isinstance(node, Function) and node.name not in {"main", "parse_args"}:
-                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-                source = tree[name].splitlines()[first - 1 : node.end_lineno]
-                length = code_lines(node, tree[name])
-                places[node.name].append((name, "\n".join(source), length))
     violations = []
-    for function, copies in places.items():
-        files = ", ".join(name for name, _, _ in copies)
-        if len({source for _, source, _ in copies}) > 1:
-            violations.append(f"{function} differs between {files}")
-        elif len(copies) > 1 and copies[0][2] > LONGEST_COPY:
-            violations.append(f"{function} is too long to stand in {files}")
+    for name in lesson_files(tree):
+        source = SHARED_MODULES.get(PurePosixPath(name).name, name)
+        if name != source and name not in COPIES[source]:
+            violations.append(f"{name}: tests/support/copies.py does not write it")
+        elif name != source and tree[name] != tree.get(source):
+            violations.append(f"{name}: run `python tests/support/copies.py`")
+    return violations
+
+
+def shared_modules_are_short(tree: Tree) -> list[str]:
+    """Each source of copies is read once from top to bottom, so it is not long."""
+    lengths = {source: len(tree.get(source, "").splitlines()) for source in COPIES}
+    return [
+        f"{source}: {length} lines"
+        for source, length in lengths.items()
+        if length > LONGEST_SHARED_MODULE
+    ]
+
+
+def functions_have_one_home(tree: Tree) -> list[str]:
+    """No function but ``main`` is defined in more than two files of the chapters.
+
+    This concerns the top level of the files. What a third file needs belongs into a
+    module: into `ranks.py`, if three chapters need it. Equal copies of a shared module
+    count as one file, and a file that defines again what one of these holds is the one
+    to blame.
+    """
+    homes: dict[str, list[str]] = defaultdict(list)
+    for name, module in lesson_files(tree).items():
+        for function in {n.name for n in module.body if isinstance(n, Function)}:
+            homes[function].append(name)
+    homes.pop("main", None)
+    violations = []
+    for function, names in homes.items():
+        own = [n for n in names if PurePosixPath(n).name not in SHARED_MODULES]
+        files = len(own) + len({tree[name] for name in names if name not in own})
+        by_chapter: dict[str, list[str]] = defaultdict(list)
+        for name in own if files > 2 else []:
+            by_chapter[PurePosixPath(name).parts[0]].append(name)
+        violations += [
+            f"{', '.join(blamed)}: {function} is defined in {files} files"
+            for blamed in by_chapter.values()
+        ]
     return violations
 
 
@@ -221,7 +523,9 @@ def no_fixed_port(tree: Tree) -> list[str]:
     so at the end of the line: ``# allowed port: why``.
     """
     port = str(FORBIDDEN_PORT)
-    violations = [f"a README runs: {line}" for line in commands(tree) if port in line]
+    violations = [
+        f"{place}: runs {line}" for place, line in commands(tree) if port in line
+    ]
     for name, module in python_files(tree).items():
         lines, text_only = tree[name].splitlines(), docstrings(module)
         violations += [
@@ -252,7 +556,8 @@ def groups_can_end(tree: Tree) -> list[str]:
     """A script that trains in a process group imports torch.distributed.nn beforehand.
 
     An optimizer or DDP would import it later, and its functions would then hold the
-    group for good: see `test_a_group_ends_only_with_its_last_reference`.
+    group for good: see `test_a_group_ends_only_with_its_last_reference`. To import
+    `ranks` is enough, for that module imports it.
     """
     violations = []
     for name, module in lesson_files(tree).items():
@@ -268,7 +573,12 @@ def groups_can_end(tree: Tree) -> list[str]:
             for alias in node.names
         ]
         trains = words & {"optim", "DistributedDataParallel"}
-        if "init_process_group" in words and trains and HOLDER not in imported:
+        is_for_all = PurePosixPath(name).name == "ranks.py"
+        if (
+            "init_process_group" in words
+            and (trains or is_for_all)
+            and not {HOLDER, "ranks"} & set(imported)
+        ):
             violations.append(f"{name}: does not import {HOLDER}")
     return violations
 
@@ -397,7 +707,74 @@ def loops_assert_how_much_they_saw(tree: Tree) -> list[str]:
     return violations
 
 
-# Rules about Markdown.
+# Rules about the pages.
+
+
+def pages_are_short(tree: Tree) -> list[str]:
+    """No page of a chapter or of a room has more words of prose than it may."""
+    violations = []
+    for name, text in chapter_pages(tree).items():
+        most = LONGEST_CHAPTER_PAGE if is_first_page(name) else LONGEST_PAGE
+        if (words := len(prose(text).split())) > most:
+            violations.append(f"{name}: {words} words of prose; {most} are allowed")
+    return violations
+
+
+def chapter_pages_show_code_early(tree: Tree) -> list[str]:
+    """A chapter's first page shows Python within its first LATEST_CODE lines."""
+    early = {
+        place.split(":")[0]
+        for place, token, _ in fences(tree)
+        if token.info == "python" and int(place.split(":")[1]) <= LATEST_CODE
+    }
+    return [
+        f"{name}: no ```python block begins in its first {LATEST_CODE} lines"
+        for name in chapter_pages(tree)
+        if is_first_page(name) and name not in early
+    ]
+
+
+def pages_use_the_fields_words(tree: Tree) -> list[str]:
+    """The prose of no page has one of PRIVATE_WORDS."""
+    violations = []
+    for name in markdown(tree):
+        words = prose(tree[name])
+        for standard, phrases in PRIVATE_WORDS.items():
+            for phrase in phrases:
+                whole = rf"(?i)(?<![\w-]){re.escape(phrase)}(?![\w-])"
+                if number := len(re.findall(whole, words)):
+                    times = f", {number} times" if number > 1 else ""
+                    violations.append(f"{name}: {phrase!r}{times}; say {standard}")
+    return violations
+
+
+def every_room_has_a_page(tree: Tree) -> list[str]:
+    """Each folder within a chapter has a README.md, which says what it is for."""
+    rooms = {
+        str(folder)
+        for name in tree
+        if is_in_a_chapter(name)
+        for folder in list(PurePosixPath(name).parents)[:-2]
+    }
+    return [
+        f"{room}/: no README.md" for room in rooms if f"{room}/README.md" not in tree
+    ]
+
+
+def pages_do_not_demonstrate_refusals(tree: Tree) -> list[str]:
+    """No page of a chapter shows that an option is refused, or how a picture is drawn.
+
+    The tests show the one, and CONTRIBUTING.md says the other.
+    """
+    unwanted = re.compile(r"echo \$\?|\bdraw_|\bassets/")
+    return [
+        f"{place}: {command}"
+        for place, command in commands(tree)
+        if is_in_a_chapter(place) and unwanted.search(command)
+    ]
+
+
+# Rules about all Markdown.
 
 
 def fences(tree: Tree) -> Iterator[tuple[str, Token, str]]:
@@ -470,12 +847,12 @@ def commands_suit_other_shells(tree: Tree) -> list[str]:
     whole = list(commands(tree))
     long = {
         match[1]
-        for command in whole
+        for _, command in whole
         for match in re.finditer(r"""\b(\w+)=(["'])[^"']* [^"']*\2""", command)
     }
     return [
-        f"${{{name}}} holds several words: {command}"
-        for command in whole
+        f"{place}: ${{{name}}} holds several words: {command}"
+        for place, command in whole
         for name in re.findall(r"\$\{?(\w+)", re.sub(r'"[^"]*"', "", command))
         if name in long
     ]
@@ -598,16 +975,26 @@ def links_lead_somewhere(tree: Tree) -> list[str]:
 # The rules, held against small trees that break them or just keep them.
 
 GUARD = 'if __name__ == "__main__":\n    main()\n'
-PARTS = '"""Add.\n\nRun: x\nNeeds: x\nExpect: x\nBefore: x\nNext: x\n"""\n'
-SHORT = "def f():\n    return 1\n"
-# Fifteen lines of code, and others that do not count.
-LONG = 'def f():\n    """Do.\n\n    It."""\n\n    # Why.\n' + "    x = 1\n" * 14
+PARTS = '"""Add.\n\nRun: x\nExpect: x\n"""\n'
+# A script and a page that are just as long as they may be.
+LONG = "x = 1\n" * (LONGEST_SCRIPT - 2) + GUARD
+PAGE = "`a b` [c](d e) " * LONGEST_PAGE + "\n\n<!-- f\ng -->\n"
+FIRST_PAGE = "f " * LONGEST_CHAPTER_PAGE
+RANKS = next(iter(COPIES))
+COPY = COPIES[RANKS][0]
+F = "def f(): ...\n"
+CODE = "```python\nx\n```\n"
 
 
 def readme(command: str, language: str = "console") -> str:
     """Return Markdown with one block, in a console block behind a prompt."""
     prompt = "$ " if language == "console" else ""
     return f"```{language}\n{prompt}{command}\n```\n"
+
+
+def listed(script: str) -> str:
+    """Return a CONTRIBUTING.md with one line in its list of long scripts."""
+    return f"# X\n\n## {LONG_SCRIPTS}\n\n- {script}\n\n## Y\n\n- `z.py`: z\n"
 
 
 def loop(body: str) -> Tree:
@@ -630,33 +1017,152 @@ BROKEN: list[tuple[Rule, Tree, str]] = [
         {"01_a/b.py": GUARD, "README.md": readme("python 01_a/b.py", "sh")},
         "01_a/b.py: no console block",
     ),
-    (scripts_are_short, {"01_a/b.py": "x = 1\n" * 251}, "251 lines"),
+    (
+        every_script_is_run,
+        {
+            "01_a/r/b.py": GUARD,
+            "01_a/r/show.py": GUARD,
+            "README.md": readme("python 01_a/r/show.py bc"),
+        },
+        "01_a/r/b.py: no console block",
+    ),
+    (spine_scripts_are_short, {"01_a/b.py": f"\n{LONG}"}, "01_a/b.py: 111 lines"),
+    (spine_scripts_are_short, {"01_a/b/c.py": f"\n{LONG}"}, "01_a/b/c.py: 111 lines"),
+    (
+        spine_scripts_are_short,
+        {"01_a/b.py": f"\n{LONG}", "CONTRIBUTING.md": "# X\n\n- `01_a/b.py`: why\n"},
+        "01_a/b.py: 111 lines",
+    ),
+    (
+        spine_scripts_are_short,
+        {"01_a/b.py": f"\n{LONG}", "CONTRIBUTING.md": listed("`01_a/b.py`:")},
+        "01_a/b.py: 111 lines",
+    ),
+    (
+        spine_scripts_are_short,
+        {"01_a/b.py": LONG, "CONTRIBUTING.md": listed("`01_a/b.py`: it was")},
+        "CONTRIBUTING.md: 01_a/b.py is no script of more",
+    ),
+    (
+        spine_scripts_are_short,
+        {"CONTRIBUTING.md": listed("`01_a/b.py`: it was")},
+        "CONTRIBUTING.md: 01_a/b.py is no script of more",
+    ),
+    (
+        lessons_import_little,
+        {
+            "01_a/b.py": f"import ranks, c\nfrom d import x\nimport e\n{GUARD}",
+            **dict.fromkeys(["01_a/c.py", "01_a/d.py", "01_a/e.py"], ""),
+        },
+        "01_a/b.py: imports c, d, e; 2 are allowed",
+    ),
+    (
+        lessons_import_little,
+        {
+            "01_a/r/b.py": f"import c, d\ndef f():\n    from e.g import h\n{GUARD}",
+            "01_a/r/c.py": Link("", "../c.py"),
+            **dict.fromkeys(["01_a/d.py", "01_a/r/e.py"], ""),
+        },
+        "01_a/r/b.py: imports c, d, e; 2 are allowed",
+    ),
+    (
+        lessons_import_little,
+        {
+            "01_a/train.py": f"import c, d, e, g\n{GUARD}",
+            **dict.fromkeys([f"01_a/{name}.py" for name in "cdeg"], ""),
+        },
+        "01_a/train.py: imports c, d, e, g; 3 are allowed",
+    ),
+    (
+        lessons_import_little,
+        {"01_a/failures/b.py": f"import ranks\n{GUARD}", "01_a/ranks.py": ""},
+        "01_a/failures/b.py: imports ranks; 0 are allowed",
+    ),
+    (
+        lessons_import_little,
+        {"01_a/minimal.py": f"import ranks\n{GUARD}", "01_a/ranks.py": ""},
+        "01_a/minimal.py: imports ranks; 0 are allowed",
+    ),
+    (
+        folders_are_small,
+        {f"01_a/r/{number}.py": "" for number in range(11)},
+        "01_a/r/: 11 Python files",
+    ),
+    (
+        links_stay_in_their_chapter,
+        {"01_a/r/b.py": Link("", "../b.py")},
+        "01_a/r/b.py: links to ../b.py, which is no such",
+    ),
+    (
+        links_stay_in_their_chapter,
+        {"01_a/r/b.py": Link("", "../c.py"), "01_a/c.py": ""},
+        "01_a/r/b.py: links to ../c.py",
+    ),
+    (
+        links_stay_in_their_chapter,
+        {"02_b/r/b.py": Link("", "../../01_a/b.py"), "01_a/b.py": ""},
+        "02_b/r/b.py: links to ../../01_a/b.py",
+    ),
+    (
+        links_stay_in_their_chapter,
+        {"01_a/r/b.py": Link("", "/x/01_a/b.py"), "01_a/b.py": ""},
+        "links to /x/01_a/b.py",
+    ),
+    (
+        links_stay_in_their_chapter,
+        {"tests/b.py": Link("", "../01_a/b.py"), "01_a/b.py": ""},
+        "tests/b.py: links to",
+    ),
+    (links_stay_in_their_chapter, {"01_a/b.py": Link("", "b.py")}, "01_a/b.py: links"),
+    (no_path_surgery, {"01_a/r/b.py": "sys.path.insert(0, x)\n"}, "b.py:1: sys.path"),
+    (
+        no_path_surgery,
+        {"01_a/b.py": "\nfrom sys import argv, path"},
+        "b.py:2: from sys",
+    ),
     (
         scripts_say_how_to_run_them,
         {"01_a/b.py": PARTS.replace("Expect:", "See:") + GUARD},
         "no `Expect:`",
     ),
     (
-        copies_are_equal_and_short,
-        {"01_a/b.py": SHORT, "02_b/b.py": SHORT.replace("1", "1  # One.")},
-        "f differs between 01_a/b.py, 02_b/b.py",
+        pages_alone_say_the_order,
+        {"01_a/r/b.py": '"""Add.\n\nBefore: c.py\n"""\n'},
+        "01_a/r/b.py: its docstring has `Before:`",
+    ),
+    (shared_modules_are_equal, {RANKS: "x", COPY: "x\n"}, f"{COPY}: run `python"),
+    (shared_modules_are_equal, {COPY: ""}, f"{COPY}: run `python"),
+    (
+        shared_modules_are_equal,
+        {RANKS: "", "01_communication/r/ranks.py": ""},
+        "01_communication/r/ranks.py: tests/support/copies.py does not write it",
+    ),
+    (shared_modules_are_short, {RANKS: "\n" * 201}, f"{RANKS}: 201 lines"),
+    (
+        functions_have_one_home,
+        {"01_a/b.py": F, "01_a/c.py": F, "01_a/r/d.py": "def f(x): ...\n"},
+        "01_a/b.py, 01_a/c.py, 01_a/r/d.py: f is defined in 3 files",
     ),
     (
-        copies_are_equal_and_short,
-        {"01_a/b.py": SHORT, "01_a/c.py": "@cache\n" + SHORT},
-        "f differs between",
+        functions_have_one_home,
+        {RANKS: F, COPY: F, "03_c/c.py": F, "03_c/d.py": f"async {F}"},
+        "03_c/c.py, 03_c/d.py: f is defined in 3 files",
     ),
     (
-        copies_are_equal_and_short,
-        {"01_a/b.py": LONG + "    x = 1\n", "01_a/c.py": LONG + "    x = 1\n"},
-        "f is too long",
+        functions_have_one_home,
+        {RANKS: F, COPY: F + F, "03_c/c.py": F},
+        "03_c/c.py: f is defined in 3 files",
     ),
     (names_are_the_fields_own, {"01_a/b.py": "gpu_id = 0\n"}, "say rank"),
     (names_are_the_fields_own, {"tests/b.py": "def f(size): ...\n"}, "say world_size"),
     (names_are_the_fields_own, {"b.py": "def master_process(): ...\n"}, "is_rank_zero"),
     (no_fixed_port, {"01_a/b.py": f"port = {FORBIDDEN_PORT}\n"}, "01_a/b.py:1"),
     (no_fixed_port, {"tests/b.py": f"\nurl = f'{{x}}:{FORBIDDEN_PORT}'"}, "b.py:2"),
-    (no_fixed_port, {"README.md": readme(f"x --port {FORBIDDEN_PORT}")}, "README runs"),
+    (
+        no_fixed_port,
+        {"README.md": readme(f"x --port {FORBIDDEN_PORT}")},
+        "README.md:1: runs x",
+    ),
     (only_safe_loads, {"01_a/b.py": "load(path, weights_only=False)\n"}, "b.py:1"),
     (groups_can_end, {"01_a/b.py": TRAINS}, "b.py: does not import"),
     (
@@ -664,6 +1170,12 @@ BROKEN: list[tuple[Rule, Tree, str]] = [
         {"01_a/b.py": f"{TRAINS}def f():\n    import {HOLDER}\n"},
         "b.py: does not import",
     ),
+    (
+        groups_can_end,
+        {"01_a/b.py": f"{TRAINS}def f():\n    from ranks import join\n"},
+        "b.py: does not import",
+    ),
+    (groups_can_end, {RANKS: "dist.init_process_group()\n"}, "ranks.py: does not"),
     (modules_are_named_for_what_they_hold, {"01_a/data_utils.py": ""}, "data_utils"),
     (modules_are_named_for_what_they_hold, {"tests/helpers.py": ""}, "helpers"),
     (loops_assert_how_much_they_saw, loop(LOOP), "test_x does not assert how much"),
@@ -683,6 +1195,43 @@ BROKEN: list[tuple[Rule, Tree, str]] = [
         loop("assert len(xs) == 2\nfor x in xs:\n    for y in x:\n        assert y"),
         "over: x",
     ),
+    (pages_are_short, {"01_a/README.md": FIRST_PAGE + "g"}, "README.md: 2001 words"),
+    (pages_are_short, {"01_a/b.md": PAGE + "g"}, "01_a/b.md: 1201 words"),
+    (pages_are_short, {"01_a/r/README.md": PAGE + "g"}, "r/README.md: 1201 words"),
+    (chapter_pages_show_code_early, {"01_a/README.md": "x\n"}, "01_a/README.md: no"),
+    (
+        chapter_pages_show_code_early,
+        {"01_a/README.md": "\n" * LATEST_CODE + CODE},
+        "01_a/README.md: no ```python block begins in its first 60",
+    ),
+    (
+        chapter_pages_show_code_early,
+        {"01_a/README.md": CODE.replace("python", "text"), "01_a/b.md": CODE},
+        "01_a/README.md: no",
+    ),
+    (
+        pages_use_the_fields_words,
+        {"a.md": "Rows [part\nA model](x), and\n> Part a  model."},
+        "a.md: 'part a model', 2 times; say sharded, partitioned or split",
+    ),
+    (pages_use_the_fields_words, {"01_a/r/b.md": "| time-out |"}, "say timeout"),
+    (every_room_has_a_page, {"01_a/README.md": "", "01_a/r/b.py": ""}, "01_a/r/: no"),
+    (every_room_has_a_page, {"01_a/r/b.py": Link("", "../b.py")}, "01_a/r/: no README"),
+    (
+        pages_do_not_demonstrate_refusals,
+        {"01_a/r/b.md": readme("x --y=0\n$ echo $?\n2")},
+        "01_a/r/b.md:1: echo $?",
+    ),
+    (
+        pages_do_not_demonstrate_refusals,
+        {"01_a/README.md": readme("python 01_a/draw_ring.py")},
+        "01_a/README.md:1: python 01_a/draw_ring.py",
+    ),
+    (
+        pages_do_not_demonstrate_refusals,
+        {"01_a/README.md": readme("x --to=assets/a.json")},
+        "01_a/README.md:1: x",
+    ),
     (blocks_fit_the_page, {"README.md": readme("x" * 89, "text")}, "README.md:1: 89"),
     (blocks_fit_the_page, {"README.md": readme("x" * 90, "diff")}, "90 columns"),
     (tables_fit_the_page, {"a.md": f"|a|\n|-|\n|{'x' * 89}|\n"}, "a.md:1: too wide"),
@@ -694,7 +1243,7 @@ BROKEN: list[tuple[Rule, Tree, str]] = [
     (
         commands_suit_other_shells,
         {"a.md": readme("export A='b c'") + readme("x $A")},
-        "${A} holds several words: x $A",
+        "a.md:4: ${A} holds several words: x $A",
     ),
     (numbered_lines_are_items, {"a.md": "a\n\nb\n3. c\n"}, "a.md:4: runs on"),
     (commands_stand_in_console_blocks, {"a.md": readme("x", "")}, "language ''"),
@@ -730,12 +1279,100 @@ KEPT: list[tuple[Rule, Tree]] = [
             ),
         },
     ),
-    (scripts_are_short, {"01_a/b.py": "x = 1\n" * 250, "tests/b.py": "x = 1\n" * 251}),
-    (scripts_say_how_to_run_them, {"01_a/b.py": PARTS + GUARD, "01_a/c.py": ""}),
-    (copies_are_equal_and_short, {"01_a/b.py": LONG, "02_b/c.py": "x = 1\n" + LONG}),
     (
-        copies_are_equal_and_short,
-        {"01_a/b.py": "def main(): x\n", "02_b/c.py": "def main(): y\n"},
+        every_script_is_run,
+        {"01_a/r/b.py": GUARD, "01_a/r/README.md": readme("python 01_a/r/b.py")},
+    ),
+    (
+        every_script_is_run,
+        {
+            "01_a/r/b.py": GUARD,
+            "01_a/r/c.py": GUARD,
+            "01_a/draw_d.py": GUARD,
+            "01_a/r/show.py": GUARD,
+            "README.md": readme("X=1 python 01_a/r/show.py c b"),
+        },
+    ),
+    (
+        lessons_import_little,
+        {"01_a/failures/b_table.py": f"import ranks\n{GUARD}", "01_a/ranks.py": ""},
+    ),
+    (folders_are_small, {f"01_a/failures/{n}.py": "" for n in range(11)}),
+    (
+        spine_scripts_are_short,
+        {
+            "01_a/b.py": LONG,
+            "01_a/r/c.py": LONG,
+            "01_a/r/d.py": Link(f"\n{LONG}", "../d.py"),
+            "01_a/d.py": f"\n{LONG}",
+            "01_a/data.py": "\n" * 111,
+            "tests/b.py": f"\n{LONG}",
+            "CONTRIBUTING.md": listed("`01_a/d.py`: all of it is one thing"),
+        },
+    ),
+    (spine_scripts_are_short, {"CONTRIBUTING.md": listed("none yet")}),
+    (
+        lessons_import_little,
+        {
+            "01_a/b.py": f"import torch, os\nfrom ranks import x\nimport c, d\n{GUARD}",
+            "01_a/r/train.py": f"import c, d, e\n{GUARD}",
+            "01_a/c.py": "import d, e, g",
+            "01_a/failures/b.py": f"import torch, e\n{GUARD}",
+            **dict.fromkeys([f"01_a/{name}.py" for name in ("ranks", *"dg")], ""),
+            **dict.fromkeys(["01_a/r/e.py", "02_b/torch.py"], ""),
+        },
+    ),
+    (
+        folders_are_small,
+        {
+            **{f"01_a/{number}.py": "" for number in range(10)},
+            **{f"01_a/r/{number}.py": "" for number in range(10)},
+            **{f"01_a/r/{n}_link.py": Link("", f"../{n}.py") for n in range(10)},
+            **{f"01_a/{number}.md": "" for number in range(10)},
+        },
+    ),
+    (
+        links_stay_in_their_chapter,
+        {
+            "01_a/r/b.py": Link("", "../b.py"),
+            "01_a/b.py": "",
+            "01_a/s/c.py": Link("", "../r/c.py"),
+            "01_a/r/c.py": "",
+        },
+    ),
+    (
+        no_path_surgery,
+        {
+            "01_a/b.py": '"""sys.path"""\nos.path.join(sys.argv)\n',
+            "01_a/c.py": "from os import path\n",
+            "tests/b.py": "sys.path.insert(0, x)\n",
+        },
+    ),
+    (scripts_say_how_to_run_them, {"01_a/b.py": PARTS + GUARD, "01_a/c.py": ""}),
+    (
+        pages_alone_say_the_order,
+        {
+            "01_a/b.py": f"{PARTS}\nx = 'Next: c.py'\n",
+            "tests/b.py": '"""Add.\n\nNext: c.py\n"""\n',
+        },
+    ),
+    (
+        shared_modules_are_equal,
+        {RANKS: "x", COPY: "x", "02_ddp_mp/r/ranks.py": Link("x", "../ranks.py")},
+    ),
+    (shared_modules_are_equal, {RANKS: "", "tests/ranks.py": "x", "01_a/b.py": ""}),
+    (shared_modules_are_short, {RANKS: "\n" * 200, "03_c/model.py": "\n" * 201}),
+    (
+        functions_have_one_home,
+        {
+            RANKS: F,
+            COPY: F,
+            "01_a/b.py": f"{F}def main(): ...\nclass A:\n    def g(): ...\n",
+            "01_a/c.py": "def main(): ...\ndef g(): ...\n",
+            "01_a/r/c.py": Link(F, "../b.py"),
+            "02_b/c.py": "def main(): ...\ndef g():\n    def f(): ...\n",
+            "assets/d.py": F,
+        },
     ),
     (names_are_the_fields_own, {"b.py": "world_size = x.size(0) + f(size=1)\n"}),
     (
@@ -748,6 +1385,9 @@ KEPT: list[tuple[Rule, Tree]] = [
     (only_safe_loads, {"01_a/b.py": "load(path, weights_only=True)\n"}),
     (groups_can_end, {"01_a/b.py": f"import {HOLDER}\n{TRAINS}"}),
     (groups_can_end, {"01_a/b.py": f"from {HOLDER} import RemoteModule\n{TRAINS}"}),
+    (groups_can_end, {"01_a/b.py": f"from ranks import join\n{TRAINS}"}),
+    (groups_can_end, {"01_a/b.py": "dist.init_process_group()\n"}),
+    (groups_can_end, {RANKS: f"import {HOLDER}\ndist.init_process_group()\n"}),
     (modules_are_named_for_what_they_hold, {"01_a/communication.py": ""}),
     (loops_assert_how_much_they_saw, loop(LOOP + "\nassert len(xs) == len(ys)")),
     (loops_assert_how_much_they_saw, loop("assert list(xs) == [1, 2]\n" + LOOP)),
@@ -766,6 +1406,48 @@ KEPT: list[tuple[Rule, Tree]] = [
     (
         loops_assert_how_much_they_saw,
         loop("assert len(xs) == 3\nassert all(x for x, y in zip(xs, ys))"),
+    ),
+    (
+        pages_are_short,
+        {
+            "01_a/README.md": f"{FIRST_PAGE}\n" + readme("f g"),
+            "01_a/b.md": PAGE,
+            "01_a/r/README.md": PAGE + "> ```text\n> f g\n> ```\n",
+            "README.md": FIRST_PAGE * 2,
+        },
+    ),
+    (
+        chapter_pages_show_code_early,
+        {
+            "01_a/README.md": "\n" * (LATEST_CODE - 1) + CODE,
+            "01_a/b.md": "",
+            "01_a/r/README.md": "",
+            "README.md": "",
+        },
+    ),
+    (
+        pages_use_the_fields_words,
+        {
+            "a.md": "`time-out` <!-- time-out --> [x](time-out) time-outs, departed\n\n"
+            + readme("time-out", "text"),
+            "a.py": "'time-out'\n",
+        },
+    ),
+    (
+        every_room_has_a_page,
+        {
+            "01_a/b.py": "",
+            "01_a/r/b.py": "",
+            "01_a/r/README.md": "",
+            "tests/r/b.py": "",
+        },
+    ),
+    (
+        pages_do_not_demonstrate_refusals,
+        {
+            "01_a/README.md": readme("echo $HOME; withdraw_ my_assets/") + "`echo $?`",
+            "README.md": readme("python assets/draw_x.py\n$ echo $?\n1"),
+        },
     ),
     (blocks_fit_the_page, {"a.md": "x" * 99 + "\n\n" + readme("+" + "x" * 88, "diff")}),
     (
@@ -802,10 +1484,19 @@ def rule_name(value: object) -> str | None:
     return getattr(value, "__name__", "")
 
 
+def place_of(violation: str) -> str:
+    """Return the chapter's folder, or the file in the root, that a violation names."""
+    return re.split("[/:]", violation)[0]
+
+
 @pytest.mark.parametrize("rule", RULES, ids=rule_name)
 def test_repository_keeps_the_rule(rule: Rule) -> None:
     violations = rule(repository())
-    assert violations == [], "\n".join(violations)
+    not_yet = NOT_YET.get(rule.__name__, set())
+    new = [line for line in violations if place_of(line) not in not_yet]
+    assert new == [], "\n".join(new)
+    mended = not_yet - {place_of(line) for line in violations}
+    assert mended == set(), f"take {mended} off NOT_YET[{rule.__name__!r}]"
 
 
 @pytest.mark.parametrize(("rule", "tree", "complaint"), BROKEN, ids=rule_name)
@@ -832,12 +1523,36 @@ def test_every_rule_is_tried_both_ways() -> None:
     assert functions == {rule.__name__ for rule, _ in KEPT}
 
 
+def test_every_complaint_begins_with_its_place() -> None:
+    for rule, tree, _ in BROKEN:
+        (violation,) = rule(tree)
+        assert place_of(violation) in {name.split("/")[0] for name in tree}, violation
+    assert len(BROKEN) > len(RULES)
+
+
+def test_what_does_not_keep_a_rule_yet_is_there() -> None:
+    assert set(NOT_YET) <= {rule.__name__ for rule in RULES}
+    places = set[str]().union(*NOT_YET.values())
+    assert places <= {name.split("/")[0] for name in repository()}
+    assert not places & {"01_communication", "02_ddp_mp"}
+    assert set() not in NOT_YET.values()
+
+
 def test_rules_look_at_the_scripts() -> None:
     found = scripts(repository())
     assert "03_ddp_torchrun/train.py" in found
+    assert "01_communication/bandwidth/bandwidth.py" in found
     assert (
         len(found) < len(lesson_files(repository())) < len(python_files(repository()))
     )
+    links = [name for name, text in repository().items() if isinstance(text, Link)]
+    assert "01_communication/bandwidth/ranks.py" in links
+    assert not set(links) & set(python_files(repository()))
+
+
+def test_copies_are_of_files_that_exist() -> None:
+    names = {name for source in COPIES for name in (source, *COPIES[source])}
+    assert names <= set(python_files(repository()))
 
 
 def test_every_block_is_a_test(pytestconfig: pytest.Config) -> None:
@@ -847,7 +1562,9 @@ def test_every_block_is_a_test(pytestconfig: pytest.Config) -> None:
     seen = []
     for name, tokens in markdown(repository()).items():
         blocks = [
-            t for t in tokens if t.type == "fence" and t.info in {"console", "diff"}
+            t
+            for t in tokens
+            if t.type == "fence" and t.info in {"console", "diff", "python"}
         ]
         assert len(list(runner.sybil.parse(ROOT / name))) == len(blocks)
         assert any(PurePosixPath("/", name).match(f"/{path}") for path in collected)

@@ -1,4 +1,4 @@
-"""The two pages of the root folder: what they quote was printed, what they list exists.
+"""The pages of the root folder: what they quote was printed, what they list is proven.
 
 A quotation in WHEN_IT_GOES_WRONG.md is a ``text`` block with a comment right above it
 that names where its lines come from. There are three kinds of source::
@@ -11,15 +11,23 @@ Outputs in pages are compared with real ones by the README runner. The functions
 provoke their error anew in each session. A quoted line is a line of the source, from
 some word on to its end, and ``...`` stands for any text within the line. A line that is
 only ``...`` stands for lines left out.
+
+In MYTHS.md, what proves that a claim is wrong stands at the end of its row, after a
+``<br>``: one or several of these::
+
+    [`test_x[case]`](tests/test_file.py)        a test that pytest collects there
+    [`script.py --c=1`](01_a/room/script.py)    a script that a page runs with that
 """
 
 import ast
 import os
+import posixpath
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -28,7 +36,6 @@ import torch
 import torch.distributed as dist
 from markdown_it.token import Token
 
-from gather_claims import PAGE, gather, pages, read_tree, table_rows
 from launch import ROOT, python
 from readme_runner import parse_block
 from test_house_rules import fences, links_and_anchors, markdown, repository
@@ -41,6 +48,13 @@ SHORTEST_QUOTATION = 10  # characters; a shorter one would be found anywhere
 # Each entry says these four things, in this order.
 PARTS = ["- **Why:**", "- **To find it:**", "- **To mend it:**", "- **Seen in:**"]
 LONGEST_ENTRY = 26  # lines, its block and its heading included
+
+MYTHS = "MYTHS.md"
+FEWEST_MYTHS = 99
+# The name of a test is one long word, and a column is as wide as its longest word: in a
+# column of its own it would leave no room for the others. It stands below a <br>.
+COLUMNS = ["claim", "what really happens, and what shows it"]
+PROOF = re.compile(r"\[`([^`]+)`\]\(([^()#\s]+)\)")
 
 Tree = Mapping[str, str]
 
@@ -184,11 +198,11 @@ def no_nccl() -> str:
 
 
 def fewer_devices() -> str:
-    """Apply train.py's device rule to two ranks on a machine with one GPU."""
-    source = ast.parse((ROOT / "03_ddp_torchrun/train.py").read_text("utf-8"))
+    """Apply the device rule of ranks.py to two ranks on a machine with one GPU."""
+    source = ast.parse((ROOT / "01_communication/ranks.py").read_text("utf-8"))
     rule = [n for n in source.body if getattr(n, "name", "") == "choose_device"]
     scope: dict[str, Any] = {"torch": torch, "dist": dist}
-    exec(compile(ast.Module(rule, []), "train.py", "exec"), scope)
+    exec(compile(ast.Module(rule, []), "ranks.py", "exec"), scope)
     cuda = torch.device("cuda")
     with (
         mock.patch.object(torch.accelerator, "current_accelerator", return_value=cuda),
@@ -516,7 +530,8 @@ def test_every_entry_shows_what_is_seen_and_says_four_things() -> None:
         assert len(entry.text.splitlines()) <= LONGEST_ENTRY, entry.anchor
         # Something of this repository provokes it.
         seen_in = entry.text[positions[-1] :]
-        assert re.search(r"\]\((0\d_\w+|tests)/\w+\.\w+[#)]", seen_in), entry.anchor
+        link = r"\]\((0\d_\w+(/\w+)?|tests)/\w+\.\w+[#)]"
+        assert re.search(link, seen_in), entry.anchor
 
 
 def test_index_leads_to_every_entry_in_the_order_of_the_page() -> None:
@@ -551,104 +566,291 @@ def test_minutes_of_a_chapter_suffice_to_read_it() -> None:
     chapters = re.findall(row, repository()["README.md"], re.M)
     assert len(chapters) == 5
     for folder, minutes in chapters:
-        text = "".join(
-            re.sub(r"(?s)```.*?```|\]\(.*?\)|<!--.*?-->", " ", page)
-            for name, page in repository().items()
-            if re.match(rf"{folder}/\w+\.md$", name)
-        )
-        reading = len(re.findall(r"\w\S*", text)) / 200  # words a minute
-        # The commands of a chapter take from two to twelve minutes.
-        assert reading + 2 <= int(minutes) <= reading + 14, (folder, reading)
+        page = repository()[f"{folder}/README.md"]
+        text = re.sub(r"(?s)\]\(.*?\)|<!--.*?-->", " ", page)
+        # Two readers who had not seen the pages took so long, code and output included.
+        reading = len(re.findall(r"\w\S*", text)) / 100  # words a minute
+        # The commands of a chapter's page take from one to twelve minutes.
+        assert reading + 1 <= int(minutes) <= reading + 14, (folder, reading)
 
 
 # MYTHS.md.
 
 
-def test_the_page_of_claims_is_what_the_chapters_say() -> None:
-    # `python tests/gather_claims.py` writes it anew.
-    assert (ROOT / PAGE).read_text("utf-8") == gather(read_tree())
+class Myth(NamedTuple):
+    """A row of MYTHS.md: what is wrong, what is right, and what proves it."""
+
+    place: str
+    claim: str
+    truth: str
+    proof: str
 
 
-def test_no_claim_is_lost() -> None:
-    text = (ROOT / PAGE).read_text("utf-8")
-    rows = {
-        name: len(re.findall(r"^\| (?!claim \||---)", part, re.M))
-        for name in repository()
-        if re.match(r"0\d_\w+/\w+\.md$", name)
-        for part in re.findall(
-            r"^## What people get wrong\n(.*?)(?:^## |\Z)",
-            repository()[name],
-            re.M | re.S,
+def myths(tree: Tree) -> list[Myth]:
+    """Return the rows of the tables of MYTHS.md.
+
+    Raises ValueError if a table has other columns than COLUMNS.
+    """
+    found: list[Myth] = []
+    tokens = markdown({MYTHS: tree[MYTHS]})[MYTHS]
+    for n, token in enumerate(tokens):
+        if token.type == "tr_open":
+            kind = tokens[n + 1].type
+            end = next(k for k in range(n, len(tokens)) if tokens[k].type == "tr_close")
+            cells = [t.content for t in tokens[n:end] if t.type == "inline"]
+            place = f"{MYTHS}:{(token.map or [0])[0] + 1}"
+            if kind == "th_open" and cells != COLUMNS:
+                raise ValueError(f"{place}: the columns are {cells}, not {COLUMNS}")
+            if kind == "td_open":
+                truth, _, proof = cells[1].rpartition("<br>")
+                found.append(Myth(place, cells[0], truth, proof))
+    return found
+
+
+def launches(tree: Tree) -> list[list[str]]:
+    """Return the words of each command, of a console block, that starts a script."""
+    return [
+        words.split()
+        for _, token, _ in fences(tree)
+        if token.info == "console"
+        for step in parse_block(token.content).steps
+        for words in re.findall(
+            r"\b(?:python3?|torchrun|deepspeed)\b[^;|&\n]*",
+            step.command.replace("\\\n", " "),
         )
-    }
-    assert list(pages(repository())) and set(rows) == set(pages(repository()))
-    assert len(rows) >= 6 and min(rows.values()) >= 7
-    assert text.count("<br>") == sum(rows.values()) >= 88
-    assert f"\n{sum(rows.values())} claims about" in text
-    # Each of them names a test or a script of this repository, which exists.
-    links = re.findall(r"<br>.*?\]\(([^)#]+)", text)
-    assert len(links) == sum(rows.values())
-    assert set(links) <= set(repository())
+    ]
 
 
-CLAIMS = {
-    "requirements.txt": "torch==2.0\ndeepspeed==0.1\n",
-    "01_a/README.md": (
-        "# 01 · A\n\n[c](C.md) [b](B.md)\n\n## A block\n\n## What people get wrong\n\n"
+def is_always_skipped(text: str, name: str) -> bool:
+    """Tell whether a test function of a file can never get to its end.
+
+    What is marked with ``skip`` is not among the tests that `collect` returns. This is
+    about ``skipif(True)``, and about a ``pytest.skip()`` that stands in no branch.
+    """
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            marks = [d for d in node.decorator_list if isinstance(d, ast.Call)]
+            calls = [n.value for n in node.body if isinstance(n, ast.Expr)]
+            return any(
+                ast.unparse(mark.func).endswith("mark.skipif")
+                and any(isinstance(a, ast.Constant) and a.value for a in mark.args)
+                for mark in marks
+            ) or any(
+                isinstance(call, ast.Call)
+                and ast.unparse(call.func) in ("pytest.skip", "pytest.xfail")
+                for call in calls
+            )
+    return False
+
+
+def fault_of_proof(name: str, path: str, tree: Tree, collected: Container[str]) -> str:
+    """Say why what a row names proves nothing; nothing if all is well.
+
+    Args:
+        name: of the test, or the script with options.
+        path: where the link leads.
+        collected: what pytest collects, ``path::name`` with and without a case.
+    """
+    if path not in tree:
+        return f"there is no {path}"
+    if name.startswith("test_"):
+        if f"{path}::{name}" not in collected:
+            function = name.partition("[")[0]
+            places = [n for n in tree if f"\ndef {function}(" in f"\n{tree[n]}"]
+            return f"pytest collects no {name} in {path}; defined in {places}"
+        if is_always_skipped(tree[path], name.partition("[")[0]):
+            return f"{name} is always skipped"
+        return ""
+    script, *options = name.split()
+    if script != posixpath.basename(path) or not script.endswith(".py"):
+        return f"{name} is no test, nor a script at {path}"
+    if not any({path, *options} <= set(words) for words in launches(tree)):
+        return f"no console block runs {' '.join([path, *options])}"
+    return ""
+
+
+def faults_of_myths(tree: Tree, collected: Container[str]) -> list[str]:
+    """Say what is wrong with the proofs of MYTHS.md."""
+    faults = []
+    for myth in myths(tree):
+        proofs = PROOF.findall(myth.proof)
+        words = PROOF.sub("", myth.proof)
+        found = [fault_of_proof(name, path, tree, collected) for name, path in proofs]
+        if not myth.truth:
+            found.append("no <br> stands between the truth and its proof")
+        if not proofs:
+            found.append("names no test and no script")
+        if re.search(r"\]\(|`test_|\.py\b", words):
+            found.append(f"what is no link to a test or a script: {words!r}")
+        faults += [f"{myth.place}: {myth.claim}: {fault}" for fault in found if fault]
+    return faults
+
+
+def collect(files: Sequence[str], root: Path = ROOT) -> tuple[set[str], str]:
+    """Let pytest collect test files, with the settings of the folder they are in.
+
+    Returns ``path::name`` of each test that is neither marked to be skipped nor allowed
+    to fail (of one with cases also without the case), and pytest's complaints.
+    """
+    words = ["--collect-only", "-q", "-m", "not skip and not xfail", "--rootdir=."]
+    options = ["-p", "no:cacheprovider", *words]
+    result = python("-m", "pytest", *options, *files, cwd=root, timeout=120)
+    tests = re.findall(r"^(tests/\w+\.py::\w+)(\[.*\])?$", result.stdout, re.M)
+    said = "\n".join(re.findall(r"^E(?: |RROR).*", result.output, re.M))
+    return {test for name, case in tests for test in (name, name + case)}, said
+
+
+def test_what_each_row_says_is_shown_by_something_that_runs() -> None:
+    tree = repository()
+    rows = myths(tree)
+    assert len(rows) >= FEWEST_MYTHS
+    named = {path for myth in rows for _, path in PROOF.findall(myth.proof)}
+    files = [path for path in sorted(named & set(tree)) if path.startswith("tests/")]
+    collected, said = collect(files)
+    assert len(collected) > len(rows) / 2, said
+    faults = faults_of_myths(tree, collected)
+    assert faults == [], "\n".join([*faults, said])
+
+
+def test_myths_are_counted_and_every_chapter_has_some() -> None:
+    tree = repository()
+    rows = myths(tree)
+    assert f"\n{len(rows)} claims about" in tree[MYTHS]
+    assert len({myth.claim for myth in rows}) == len(rows)
+    parts = re.split(r"^## \[.*\]\((.*)\)$", tree[MYTHS], flags=re.M)
+    tables = dict(zip(parts[1::2], parts[2::2], strict=True))
+    chapters = {name for name in tree if re.fullmatch(r"0\d_\w+/README\.md", name)}
+    assert len(chapters) >= 5 and chapters <= set(tables) <= set(tree)
+    assert min(text.count("<br>") for text in tables.values()) >= 7
+
+
+@pytest.mark.parametrize("page", [MYTHS, HELP])
+def test_pages_name_the_versions_that_are_pinned(page: str) -> None:
+    tree = repository()
+    pins = dict(re.findall(r"^(\w+)==([\d.]+)$", tree["requirements.txt"], re.M))
+    words = " ".join(tree[page].split())
+    assert f" torch {pins['torch']} and DeepSpeed {pins['deepspeed']}" in words
+
+
+MYTH_TREE = {
+    MYTHS: (
+        "# M\n\n## [A](01_a/README.md)\n\n"
         "| claim | what really happens, and what shows it |\n| --- | --- |\n"
-        "| x | [y](../02_b/README.md#z) [here](#a-block)<br>SHOWN |\n"
+        "| x | [y](02_b/README.md#z) `test_me` in `c.py`<br>SHOWN |\n"
     ),
-    "01_a/b.py": "",
-    "tests/test_a.py": "def test_x(): ...\ndef test_twice(): ...",
-    "tests/test_b.py": "def test_twice(): ...",
+    "01_a/README.md": (
+        "```console\n"
+        "$ python 01_a/b.py --c=1 --d=2 | grep 01_a/e.py\n"
+        "$ torchrun --nproc-per-node=2 \\\n"
+        "      01_a/f.py\n"
+        "$ cat 01_a/h.py\n"
+        "```\n"
+        "```text\npython 01_a/g.py\n```\n"
+    ),
+    **dict.fromkeys([f"01_a/{letter}.py" for letter in "befgh"], ""),
+    "tests/test_a.py": (
+        "import pytest\n"
+        "def test_x(): ...\n"
+        "@pytest.mark.parametrize('case', ['one', 'two words'])\n"
+        "def test_many(case): ...\n"
+        "@pytest.mark.skip\n"
+        "def test_mark(): ...\n"
+        "@pytest.mark.skip(reason='x')\n"
+        "@pytest.mark.parametrize('case', ['one'])\n"
+        "def test_reason(case): ...\n"
+        "@pytest.mark.xfail\n"
+        "def test_may_fail(): ...\n"
+        "@pytest.mark.skipif(True, reason='x')\n"
+        "def test_if(): ...\n"
+        "@pytest.mark.skipif('nt' in __name__, reason='x')\n"
+        "def test_elsewhere(): ...\n"
+        "def test_body():\n    pytest.skip('x')\n"
+        "def test_branch():\n    if test_x():\n        pytest.skip('x')\n"
+        "if not test_x:\n    def test_never(): ...\n"
+        "def helper():\n    def test_inside(): ...\n"
+    ),
+    "tests/test_b.py": (
+        "import pytest\npytestmark = pytest.mark.skip\ndef test_of_b(): ...\n"
+    ),
+    "tests/test_c.py": (
+        "import pytest\npytest.skip('x', allow_module_level=True)\n"
+        "def test_of_c(): ...\n"
+    ),
+    "tests/other.py": "def test_other(): ...\n",
 }
 
 
-def claims_page(shown: str, **more: str) -> str:
-    """Return the page that is made of one row, or what is wrong with the row."""
-    tree = {name: text.replace("SHOWN", shown) for name, text in CLAIMS.items()}
-    try:
-        return gather(tree | more)
-    except ValueError as error:
-        return str(error)
+@pytest.fixture(scope="module")
+def collected_samples(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Return what pytest collects of the sample's tests."""
+    folder = tmp_path_factory.mktemp("myths")
+    (folder / "tests").mkdir()
+    files = [name for name in MYTH_TREE if name.startswith("tests/test_")]
+    assert len(files) == 3
+    for name in files:
+        (folder / name).write_text(MYTH_TREE[name])
+    return collect(files, folder)[0]
 
 
 @pytest.mark.parametrize(
     ("shown", "expected"),
     [
-        ("`test_x`", "<br>[`test_x`](tests/test_a.py) |\n"),
-        ("`test_x[a]`, `test_x`", "[`test_x[a]`](tests/test_a.py), [`test_x`]("),
-        ("the `check:` of `b.py --c=1`", "`check:` of [`b.py --c=1`](01_a/b.py) |"),
-        ('the block "A block"', "the block [A block](01_a/README.md#a-block) |"),
-        ("`test_x`", "| x | [y](02_b/README.md#z) [here](01_a/README.md#a-block)<br>"),
+        ("[`test_x`](tests/test_a.py)", ""),
+        ("[`test_many[one]`](tests/test_a.py), [`test_x`](tests/test_a.py)", ""),
+        ("[`test_many[two words]`](tests/test_a.py)", ""),
+        ("[`test_many`](tests/test_a.py)", ""),
+        ("[`test_elsewhere`](tests/test_a.py)", ""),
+        ("[`test_branch`](tests/test_a.py)", ""),
+        ("the `check:` of [`b.py`](01_a/b.py)", ""),
+        ("[`b.py --d=2`](01_a/b.py) and [`f.py`](01_a/f.py)", ""),
+        ("", "names no test and no script"),
+        ("the `check:`", "names no test and no script"),
+        ("`test_x`", "names no test and no script"),
+        ("[`test_x`](tests/test_a.py), `test_many`", "what is no link to a test"),
+        ("[`test_x`](tests/test_a.py), b.py", "what is no link to a test"),
+        ("[`test_x`](tests/test_a.py), [page](01_a/README.md)", "what is no link to"),
+        ("[A block](01_a/README.md#a-block)", "names no test and no script"),
+        ("[`test_gone`](tests/test_a.py)", "no test_gone in tests/test_a.py; defined"),
         (
-            "`test_x` |\n| 2 | z<br>the same test",
-            "| 2 | z<br>[`test_x`](tests/test_a.py) |",
+            "[`test_x`](tests/test_b.py)",
+            "in tests/test_b.py; defined in ['tests/test_a",
         ),
-        ("`test_gone`", "0 test functions are test_gone"),
-        ("`test_twice`", "2 test functions are test_twice"),
-        ("`c.py`", "there is no 01_a/c.py"),
-        ('the block "B"', "no heading is 'B'"),
-        ("the `check:`", "names no test, no script and no block"),
-        ("experience", "names no test, no script and no block"),
-        ("the same test", "'the same test' in the first row"),
-        ("`test_x` \\| |", "a cell holds a bar"),
-        (
-            "`test_x` |\n| 2 | `test_x`",
-            "no <br> stands before what shows it: '`test_x`'",
-        ),
+        ("[`test_x`](tests/test_gone.py)", "there is no tests/test_gone.py"),
+        ("[`test_many[three]`](tests/test_a.py)", "collects no test_many[three]"),
+        ("[`test_x[one]`](tests/test_a.py)", "collects no test_x[one]"),
+        ("[`test_mark`](tests/test_a.py)", "collects no test_mark"),
+        ("[`test_reason`](tests/test_a.py)", "collects no test_reason"),
+        ("[`test_may_fail`](tests/test_a.py)", "collects no test_may_fail"),
+        ("[`test_never`](tests/test_a.py)", "collects no test_never"),
+        ("[`test_inside`](tests/test_a.py)", "collects no test_inside"),
+        ("[`test_of_b`](tests/test_b.py)", "collects no test_of_b"),
+        ("[`test_of_c`](tests/test_c.py)", "collects no test_of_c"),
+        ("[`test_other`](tests/other.py)", "collects no test_other"),
+        ("[`test_if`](tests/test_a.py)", "test_if is always skipped"),
+        ("[`test_body`](tests/test_a.py)", "test_body is always skipped"),
+        ("[`c.py`](01_a/c.py)", "there is no 01_a/c.py"),
+        ("[`b.py`](01_a/f.py)", "b.py is no test, nor a script at 01_a/f.py"),
+        ("[`b.py --c=3`](01_a/b.py)", "no console block runs 01_a/b.py --c=3"),
+        ("[`e.py`](01_a/e.py)", "no console block runs 01_a/e.py"),
+        ("[`g.py`](01_a/g.py)", "no console block runs 01_a/g.py"),
+        ("[`h.py`](01_a/h.py)", "no console block runs 01_a/h.py"),
+        ("[`README.md`](01_a/README.md)", "README.md is no test, nor a script at"),
+        ("[`test_x`](tests/test_a.py) |\n| 2 | `test_x`", "2: no <br> stands between"),
     ],
 )
-def test_rows_lead_to_what_they_name(shown: str, expected: str) -> None:
-    assert expected in claims_page(shown)
+def test_a_row_without_its_proof_is_found(
+    shown: str, expected: str, collected_samples: set[str]
+) -> None:
+    page = MYTH_TREE[MYTHS].replace("SHOWN", shown)
+    faults = faults_of_myths(MYTH_TREE | {MYTHS: page}, collected_samples)
+    if expected:
+        assert any(expected in fault for fault in faults), faults
+    else:
+        assert faults == []
 
 
-def test_pages_come_in_the_order_in_which_their_chapter_names_them() -> None:
-    names = ["README.md", "C.md", "B.md", "A.md"]
-    tree = dict(CLAIMS)
-    for name in names[1:]:
-        tree[f"01_a/{name}"] = "# X\n\n## What people get wrong\n"
-    assert pages(tree) == [f"01_a/{name}" for name in names]
-    assert table_rows(tree["01_a/A.md"]) == []
+def test_a_table_of_other_columns_is_found() -> None:
+    assert [myth.claim for myth in myths(MYTH_TREE)] == ["x"]
+    page = MYTH_TREE[MYTHS].replace("| claim", "| myth")
     with pytest.raises(ValueError, match="the columns are"):
-        table_rows(CLAIMS["01_a/README.md"].replace("| claim", "| myth"))
+        myths({MYTHS: page})

@@ -1,5 +1,6 @@
 """The README runner finds what is wrong in small READMEs written for the purpose."""
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,14 @@ def test_block_is_skipped_where_what_it_needs_fails(tmp_path: Path) -> None:
         pytest.param("$ echo took 5.1 s\ntook ... s\n", id="ellipsis in a line"),
         pytest.param("$ (exit 3)\n$ echo $?\n3\n", id="announced status"),
         pytest.param("$ exit 3\n$ echo $?\n3\n", id="shell that exits"),
+        pytest.param(
+            "# exit status 3\n$ echo a\na\n$ echo b; exit 3\nb\n",
+            id="status in a comment",
+        ),
+        pytest.param(
+            "# any comment\n# exit status 3 \n$ (exit 2)\n$ echo $?\n2\n$ exit 3\n",
+            id="status of the last command",
+        ),
         pytest.param("$ export A='x\n> y'\n$ echo \"$A\"\nx\ny\n", id="export"),
         pytest.param("$ cd sub\n$ cat file\ntext\n", id="cd"),
         pytest.param("$ pwd | grep -c ' '\n1\n", id="space in the path"),
@@ -100,6 +109,27 @@ def test_right_block_passes(tmp_path: Path, block: str) -> None:
             "$ false\n$ true\n$ echo $?\n0\n", "ended with status 1", id="late echo"
         ),
         pytest.param("$ false\n$ echo $?\n2\n", "-2\n+1", id="wrong status"),
+        pytest.param(
+            "# exit status 3\n$ exit 1\n", "status 1, not 3", id="another status"
+        ),
+        pytest.param(
+            "# exit status 3\n$ true\n", "status 0, not 3", id="no error after all"
+        ),
+        pytest.param(
+            "# exit status 3\n$ exit 3\n$ true\n$ exit 3\n",
+            "status 3, not 0",
+            id="not the last command",
+        ),
+        pytest.param(
+            "# exit status 3\n$ exit 3\n$ echo $?\n3\n",
+            "status 0, not 3",
+            id="status said twice",
+        ),
+        pytest.param(
+            "# exit status 3\n$ echo a; exit 3\nb\n", "-b\n+a", id="output of a failure"
+        ),
+        pytest.param("# exit status 0\n$ true\n", "from 1 on", id="status zero"),
+        pytest.param("# exit status one\n$ exit 1\n", "from 1 on", id="status a word"),
         pytest.param("$ if\n", "syntax error", id="syntax error"),
         pytest.param("echo one\n", "before the first `$ command`", id="no prompt"),
         pytest.param("# nothing\n", "needs a line", id="comment only"),
@@ -134,11 +164,25 @@ def test_wrong_block_fails(tmp_path: Path, block: str, problem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fence", ["  ```console\n  {}  ```\n", "<!-- code: console\n{}-->\n"]
+    "fence",
+    [
+        "  ```console\n  $ echo one\n  ```\n",
+        "- ```python\n  one = 1\n  ```\n",
+        "> ```diff\n> -one\n> ```\n",
+    ],
 )
 def test_block_that_is_not_plainly_visible_fails(tmp_path: Path, fence: str) -> None:
-    (found,) = check(tmp_path, fence.format("$ echo one\n"))
+    (found,) = check(tmp_path, fence)
     assert "does not start in the first column" in found
+
+
+def test_comment_is_no_block(tmp_path: Path) -> None:
+    # Sybil's own parser would run the first, and look for the end of the second.
+    hidden = "<!-- code: console\n$ echo one\n-->\n\n<!-- code: console -->\n"
+    readme = tmp_path / "README.md"
+    readme.write_text(hidden)
+    assert list(ReadmeRunner(tmp_path).sybil.parse(readme)) == []
+    assert check(tmp_path, hidden) == []
 
 
 def test_state_lasts_through_one_readme_only(
@@ -187,6 +231,41 @@ def test_copy_holds_what_git_tracks_or_would_track(tmp_path: Path) -> None:
     finally:
         terminal.close()
     assert not terminal.cwd.exists()
+
+
+@pytest.mark.parametrize("has_git", [True, False])
+def test_links_of_a_room_work_in_the_copy(tmp_path: Path, has_git: bool) -> None:
+    root = tmp_path / "repository"
+    room = root / "01_a" / "room"
+    room.mkdir(parents=True)
+    (room.parent / "ranks.py").write_text("names = ['rank 0']\n")
+    (room / "ranks.py").symlink_to("../ranks.py")
+    (room / "lost.py").symlink_to("../lost.py")
+    (room / "script.py").write_text("import ranks\n\nprint(*ranks.names)\n")
+    page = room / "README.md"
+    shown = (
+        console("$ python 01_a/room/script.py\n{}")
+        + console("$ echo 'names = [1]' >01_a/ranks.py\n")
+        + console("$ python 01_a/room/script.py\n1\n")
+    )
+    page.write_text(shown.format("rank 1\n"))
+    if has_git:
+        subprocess.run(["git", "init", "--quiet"], cwd=root, check=True)
+        subprocess.run(["git", "add", "01_a/room"], cwd=root, check=True)
+    names = ["01_a/ranks.py"]
+    names += [f"01_a/room/{n}" for n in ("README.md", "lost.py", "ranks.py")]
+    assert repository_files(root) == [*names, "01_a/room/script.py"]
+    assert ReadmeRunner(root).check(page, update=True) == []
+    assert page.read_text() == shown.format("rank 0\n")
+    assert ReadmeRunner(root).check(page) == []
+    # What a command writes into the copy does not reach the original.
+    assert (room.parent / "ranks.py").read_text() == "names = ['rank 0']\n"
+    terminal = Terminal(root)
+    try:
+        assert (terminal.cwd / "01_a/room/ranks.py").readlink() == Path("../ranks.py")
+        assert "No such file" in terminal.run("cat 01_a/room/lost.py").output
+    finally:
+        terminal.close()
 
 
 def test_ellipsis_is_looked_for_in_order() -> None:
@@ -291,6 +370,221 @@ def test_wrong_diff_fails(tmp_path: Path, comment: str, problem: str) -> None:
     assert problem in found
 
 
+SOURCE = '''"""Show one thing."""
+
+import torch  # not shown
+
+# Ranks that wait.
+LIMIT = 2  # how many
+
+LOSSES: list[float] = [
+    1.0,
+]
+FIRST, (SECOND, *_) = 1, (2, 3)
+
+# A section.
+
+
+# What it does.
+# And why.
+@torch.no_grad()
+@cached
+def mean(x):  # once
+    """Return the mean.
+
+    Of all ranks.
+    """
+
+    def part(y):
+        """Return y."""
+        return y  # \f as it is
+
+    return part(x)
+    # It is a sum.
+
+
+@final
+class Model(
+    Module,
+    final=True,
+):  # of one rank
+    """Learns."""
+
+    width: int = 3
+    depth = 2
+
+    def forward(self, x):
+        """Do nothing."""
+
+    # Behind a comment.
+    @property
+    def loss(self):
+        "Return it."
+        return 0
+
+
+async def later(): ...
+
+
+def twice(): ...
+
+
+def twice(): ...
+
+
+if LIMIT:
+    hidden = 1
+
+if __name__ == "__main__":
+    # Two ranks.
+    start(2)
+'''
+MEAN = """\
+# What it does.
+# And why.
+@torch.no_grad()
+@cached
+def mean(x):  # once
+    \"\"\"Return the mean.
+
+    Of all ranks.
+    \"\"\"
+
+    def part(y):
+        \"\"\"Return y.\"\"\"
+        return y  # \f as it is
+
+    return part(x)
+    # It is a sum.
+"""
+MEAN_BARE = """\
+# What it does.
+# And why.
+@torch.no_grad()
+@cached
+def mean(x):  # once
+    def part(y):
+        return y  # \f as it is
+
+    return part(x)
+    # It is a sum.
+"""
+MODEL_HEAD = """\
+@final
+class Model(
+    Module,
+    final=True,
+):  # of one rank
+"""
+LOSS = """\
+    # Behind a comment.
+    @property
+    def loss(self):
+        return 0
+"""
+FORWARD = """\
+    def forward(self, x):
+        \"\"\"Do nothing.\"\"\"
+"""
+MODEL_BARE = f"""\
+{MODEL_HEAD}\
+    width: int = 3
+    depth = 2
+
+    def forward(self, x):
+        ...
+
+{LOSS}"""
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        ("mean", MEAN),
+        ("mean without docstrings", MEAN_BARE),
+        ("Model without docstrings", MODEL_BARE),
+        ("LIMIT", "# Ranks that wait.\nLIMIT = 2  # how many\n"),
+        (
+            "SECOND LOSSES later",
+            "FIRST, (SECOND, *_) = 1, (2, 3)\nLOSSES: list[float] = [\n    1.0,\n]\n"
+            "\n\nasync def later(): ...\n",
+        ),
+        (
+            "later mean LIMIT",
+            f"async def later(): ...\n\n\n{MEAN}\n\n# Ranks that wait.\n"
+            "LIMIT = 2  # how many\n",
+        ),
+        ("Model.forward", f"{MODEL_HEAD}{FORWARD}"),
+        (
+            "later __main__",
+            "async def later(): ...\n\n\n"
+            'if __name__ == "__main__":\n    # Two ranks.\n    start(2)\n',
+        ),
+        (
+            "Model.loss Model.forward without docstrings",
+            f"{MODEL_HEAD}{LOSS}\n    def forward(self, x):\n        ...\n",
+        ),
+        (
+            "Model.depth Model.width Model.forward later",
+            f"{MODEL_HEAD}    depth = 2\n    width: int = 3\n\n{FORWARD}\n\n"
+            "async def later(): ...\n",
+        ),
+    ],
+)
+def test_code_is_taken_from_the_file_and_checked(
+    tmp_path: Path, names: str, shown: str
+) -> None:
+    script = tmp_path / "01_a.py"
+    script.write_text(SOURCE)
+    comment = f"Text.\n\n<!-- code: 01_a.py {names} -->\n"
+    right = f"{comment}```python\n{shown}```\n"
+    ast.parse(shown)
+    assert check(tmp_path, right) == []
+    assert update(tmp_path, f"{comment}```python\n```\n") == right
+    assert update(tmp_path, f"{comment}```python\nold\n```\n") == right
+    first = shown.splitlines()[0]
+    (problem,) = check(tmp_path, right.replace(first, f"{first}  # no", 1))
+    assert f"-{first}  # no\n+{first}" in problem
+    # A page that was right is no longer when the file has changed.
+    last = shown.splitlines()[-1]
+    script.write_text(SOURCE.replace(f"{last}\n", f"{last}  # new\n"))
+    assert ("  # new" in "".join(check(tmp_path, right))) is (last in SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("comment", "problem"),
+    [
+        ("", "needs a comment right above it"),
+        ("<!-- code: a.py mean -->\n\nText.", "needs a comment right above it"),
+        ("<!-- code: a.py -->", "needs a comment right above it"),
+        ("<!-- diff: a.py b.py -->", "needs a comment right above it"),
+        ("<!-- code: b.py mean -->", "no such file: b.py"),
+        ("<!-- code: a.py mean gone -->", "a.py: there is no function, class or var"),
+        ("<!-- code: a.py gone -->", "variable gone"),
+        ("<!-- code: a.py hidden -->", "variable hidden"),
+        ("<!-- code: a.py torch -->", "variable torch"),
+        ("<!-- code: a.py part -->", "variable part"),
+        ("<!-- code: a.py Model.gone -->", "variable Model.gone"),
+        ("<!-- code: a.py Gone.forward -->", "variable Gone"),
+        ("<!-- code: a.py mean.part -->", "mean is no class: mean.part"),
+        ("<!-- code: a.py twice -->", "twice is defined 2 times"),
+        ("<!-- code: broken.py x -->", "broken.py: invalid syntax"),
+        ("<!-- code: a.py LIMIT -->", "-old\n+# Ranks that wait.\n+LIMIT = 2"),
+    ],
+)
+def test_wrong_code_fails(tmp_path: Path, comment: str, problem: str) -> None:
+    (tmp_path / "a.py").write_text(SOURCE)
+    (tmp_path / "broken.py").write_text("x = = 1\n")
+    page = f"{comment}\n```python\nold\n```\n"
+    (found,) = check(tmp_path, page)
+    assert problem in found
+    # An error is left to a person, and an update leaves the block alone.
+    if "-old" not in problem:
+        readme = tmp_path / "README.md"
+        assert problem in "".join(ReadmeRunner(tmp_path).check(readme, update=True))
+        assert readme.read_text() == page
+
+
 def test_sybil_items_report_the_problem(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(console("$ echo one\none\n") + console("$ echo one\ntwo\n"))
@@ -313,8 +607,8 @@ def small_repository(tmp_path: Path) -> Path:
     (root / "tests").mkdir(parents=True)
     shutil.copy(TESTS.parent / "conftest.py", root)
     shutil.copy(TESTS.parent / "pyproject.toml", root)
-    for module in TESTS.glob("[!t]*.py"):
-        shutil.copy(module, root / "tests")
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(TESTS / "support", root / "tests" / "support", ignore=ignored)
     (root / "tests" / "test_passing.py").write_text("def test_passing(): pass\n")
     (root / "README.md").write_text(console("$ pwd | grep -c readme\n1\n"))
     return root
@@ -355,7 +649,7 @@ def test_command_line_reports_and_updates(small_repository: Path) -> None:
     readme = small_repository / "README.md"
     old, new = console("$ echo one\ntwo\n"), console("$ echo one\none\n")
     readme.write_text(old)
-    runner = [sys.executable, small_repository / "tests" / "readme_runner.py"]
+    runner = [sys.executable, small_repository / "tests/support/readme_runner.py"]
     reported = run([*runner, "README.md"], cwd=small_repository)
     assert (reported.returncode, readme.read_text()) == (1, old)
     assert "README.md:3: $ echo one\n--- README\n" in reported.output

@@ -159,10 +159,10 @@ def test_fit_finds_the_rate_of_the_link(laboratory: None, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("ranks", "words", "said"),
     [
-        (None, [], "type: torchrun --nproc-per-node=4"),
-        (1, [], "use --nproc-per-node=2 or more"),
+        (None, [], "start it with torchrun --nproc-per-node=2"),
+        (1, [], "not with 1 rank(s); start it with torchrun --nproc-per-node=2"),
         (4, ["--total=3"], "--total=3 leaves a rank without a sample: 4 ranks"),
-        (2, ["--samples=0"], "--samples: '0' is not a whole number of 1 or more"),
+        (2, ["--samples=0"], "--samples: '0' is no number from 1 to 1000000"),
         (2, ["--json=missing/a.json"], "there is no folder missing"),
     ],
 )
@@ -176,9 +176,10 @@ def test_bad_words_of_scaling_py(
     monkeypatch.setattr("sys.argv", ["scaling.py", *words])
     monkeypatch.delenv("RANK", raising=False)
     if ranks:
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(module("scaling").signal, "signal", lambda *_: None)
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.setenv(name, "0")
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.setenv(name, str(ranks))
     with pytest.raises(SystemExit) as stopped:
         module("scaling").main()
     assert stopped.value.code == 2

@@ -381,7 +381,7 @@ def test_workers_and_their_children_die_with_a_killed_parent(tmp_path: Path) -> 
     parent.write_text(
         f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(module.__file__).parent)]!r}
 from test_worker_pool import start_a_child_and_hang
 from worker_pool import WorkerPool
 WorkerPool().run(start_a_child_and_hang, {str(tmp_path / "pids")!r}, timeout=300)

@@ -1,0 +1,91 @@
+"""Check a reduce-scatter, and say in words what is wrong with it.
+
+Rank r starts with 10**r times the number of the chunk, from 1 on: each digit of a
+result says how often one rank's part is in it.
+"""
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ask_ranks import ask_ranks, in_words
+from ranks import number, read_options
+
+COLUMNS = 4  # numbers in a chunk
+Send = Callable[[torch.Tensor, int], dist.Work]
+ReduceScatter = Callable[[torch.Tensor, Send], torch.Tensor]
+
+
+def check_reduce_scatter(answer: ReduceScatter) -> None:
+    """Start the ranks, and let each of them try the answer."""
+    options = read_options(nprocs={"type": number(2, 8), "default": 3})
+    claim = f"{options.nprocs} ranks hold their chunk of the sum"
+    ask_ranks(try_reduce_scatter, answer, options.nprocs, claim)
+
+
+def try_reduce_scatter(answer: ReduceScatter) -> str:
+    """Call the answer once; say in words what is wrong on this rank, or nothing."""
+    sent, handles = 0, []
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def isend(tensor: torch.Tensor, to: int) -> dist.Work:
+        nonlocal sent
+        sent += tensor.numel()
+        handles.append(dist.isend(tensor, to))
+        return handles[-1]
+
+    # float64 holds eight digits exactly, one for each rank; float32 does not.
+    chunks = torch.arange(1, world_size + 1, dtype=torch.float64)
+    chunks = chunks.repeat_interleave(COLUMNS)
+    tensor = (chunks * 10**rank).reshape(world_size, COLUMNS)
+    try:
+        result = answer(tensor, isend)
+    except RuntimeError as error:
+        return in_words(error)
+    found = wrong_chunk(result, sent, rank, world_size)
+    if not found and not all(handle.is_completed() for handle in handles):
+        found = "the sum is right, but a send was not waited for: it could get lost"
+    # A rank that left now would break off messages that others still wait for.
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+    return found
+
+
+def wrong_chunk(result: object, sent: int, rank: int, world_size: int) -> str:
+    """Say in words what is wrong with a rank's result, or nothing.
+
+    Args:
+        result: what `reduce_scatter` returned on `rank`.
+        sent: numbers that this rank has sent.
+        rank: whose result it is.
+        world_size: ranks, and so chunks.
+    """
+    if not isinstance(result, torch.Tensor):
+        return f"it returned {type(result).__name__}, not a tensor"
+    if result.numel() != COLUMNS:
+        return f"it returned {result.numel()} numbers; a chunk has {COLUMNS}"
+    values = set(result.flatten().tolist())
+    if len(values) > 1:
+        return "its numbers do not belong to one chunk; wait for what you receive"
+    everyone = sum(10**other for other in range(world_size))
+    [value] = values
+    for chunk in range(world_size):
+        if value == (chunk + 1) * everyone and chunk != rank:
+            return (
+                f"it holds the whole sum of chunk {chunk}, and should hold chunk "
+                f"{rank}: let every rank start with another chunk"
+            )
+    if value != (rank + 1) * everyone:
+        digits = [int(value) // 10**other % 10 for other in range(world_size)]
+        missing = [str(other) for other, digit in enumerate(digits) if digit == 0]
+        if missing:
+            return f"the part of rank {', '.join(missing)} is missing: too few steps?"
+        return f"its sum is {value:g}: some part is in it more than once"
+    if sent != (world_size - 1) * COLUMNS:
+        return (
+            f"the sum is right, but {sent} numbers were sent; "
+            f"{world_size - 1} chunks of {COLUMNS} are enough"
+        )
+    return ""

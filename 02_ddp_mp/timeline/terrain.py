@@ -1,0 +1,1 @@
+../terrain.py

@@ -1,0 +1,338 @@
+"""What a run leaves on disk, and what another needs in order to resume from it.
+
+A checkpoint is written whole or not at all, the one before it is kept, and reading one
+runs no code. It belongs to the run, not to its ranks: the next may have more of them.
+"""
+
+import csv
+import os
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from data import Tally
+from model import GPT, GPTConfig
+from ranks import fail, gather
+
+# Options that must be the same when a run is resumed, besides the model's.
+LASTING = ("seed", "lr", "amp", "samples", "max_epochs", "max_steps", "text")
+
+
+class Start(NamedTuple):
+    """Where a run begins: at step 0, or at a checkpoint."""
+
+    global_batch_size: int
+    step: int = 0
+    path: Path | None = None  # the newest checkpoint, or the one before it
+    content: dict[str, Any] | None = None
+
+
+@dataclass
+class TrainingState:
+    """All that changes in a run, and what it must have in common with the next."""
+
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    tally: Tally
+    options: Namespace
+    step: int = 0
+
+    def count(
+        self, micro_batches: list[list[torch.Tensor]], loss: torch.Tensor
+    ) -> None:
+        """Count a step that was taken: its samples, and the sum of their losses."""
+        self.step += 1
+        self.tally.add(micro_batches, loss)
+
+    def save(self, validation_loss: float | None = None) -> None:
+        """Write the newest checkpoint, keep the one before; every rank calls this."""
+        states = [torch.get_rng_state()]
+        device = next(self.model.parameters()).device
+        if device.type != "cpu":
+            states.append(torch.get_device_module(device).get_rng_state(device))
+        by_rank = gather((states, self.tally.seen))
+        if dist.get_rank() > 0:
+            return
+        path, text = self.options.checkpoint, self.options.text
+        content = {
+            "config": asdict(self.model.config),
+            # The plain model's: DDP would put "module." before every name.
+            "model": self.model.state_dict(),
+            "validation_loss": validation_loss,
+            "text": None if text is None else str(text.resolve()),
+            "training": {
+                "step": self.step,
+                "global_batch_size": self.tally.sampler.global_batch_size,
+                "settings": lasting_settings(self.options),
+                "optimizer": self.optimizer.state_dict(),
+                "schedule": self.schedule.state_dict(),
+                "seen": torch.stack([seen for _, seen in by_rank]).sum(dim=0),
+                "random": [states for states, _ in by_rank],
+            },
+        }
+        write_whole(path, content)
+
+    def restore(self, start: Start) -> str:
+        """Take over a checkpoint's values; every rank calls this.
+
+        Returns:
+            What to say about it. A damaged newest checkpoint is moved out of the way.
+        """
+        if start.content is None:
+            return "checkpoint: none yet"
+        training, rank = start.content["training"], dist.get_rank()
+        self.step = start.step
+        self.model.load_state_dict(start.content["model"])
+        self.optimizer.load_state_dict(training["optimizer"])
+        self.schedule.load_state_dict(training["schedule"])
+        if rank == 0:  # the other ranks' counts are added to it when they are needed
+            self.tally.seen += training["seen"]
+        # On another number of ranks nobody is the rank that it was: all go on with the
+        # new random numbers that they have begun.
+        if len(training["random"]) == dist.get_world_size():
+            states = training["random"][rank]
+            torch.set_rng_state(states[0])
+            if len(states) > 1:
+                device = next(self.model.parameters()).device
+                torch.get_device_module(device).set_rng_state(states[1], device)
+        start.content.clear()  # else its tensors would take memory until the end
+        note = (
+            f"checkpoint: resuming from {start.path}, step {start.step}, "
+            f"global batch size {start.global_batch_size}"
+        )
+        newest = self.options.checkpoint
+        if start.path == newest or not newest.exists():
+            return note
+        if rank == 0:
+            os.replace(newest, f"{newest}.damaged")
+        return (
+            f"checkpoint: {newest} is damaged and now called {newest}.damaged\n{note}"
+        )
+
+
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    """Write the newest checkpoint so that a crash at any moment leaves a whole one.
+
+    The bytes go to a temporary file in the same folder and onto the disk. Then the
+    newest becomes the one before it, and an atomic rename puts the new one in place.
+
+    Raises:
+        OSError: the folder cannot be written or the disk is full.
+    """
+    unfinished = path.with_name(path.name + ".tmp")
+    with open(unfinished, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    if path.exists():
+        os.replace(path, previous(path))
+    os.replace(unfinished, path)
+
+
+def previous(path: Path) -> Path:
+    """Name the checkpoint before the newest."""
+    return path.with_name(path.name + ".previous")
+
+
+def lasting_settings(options: Namespace) -> dict[str, Any]:
+    """Return by option what must stay the same when a run is resumed."""
+    values = {name: getattr(options, name) for name in LASTING}
+    return values | {"text": str(options.text)}
+
+
+def load_checkpoint(path: Path) -> tuple[GPT, dict[str, Any]]:
+    """Build the model that a checkpoint holds, on the CPU.
+
+    Returns:
+        The model with its weights, and the checkpoint's dictionary.
+
+    Raises:
+        ValueError: the file is missing, damaged, or holds something else.
+    """
+    if not path.is_file():
+        raise ValueError(
+            f"no checkpoint at {path}; train.py --checkpoint={path} writes one"
+        )
+    try:
+        # weights_only: tensors, numbers and text are read; nothing in the file can run.
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # A damaged archive raises any of half a dozen types, none of them public.
+        raise ValueError(f"{path} is damaged or is no checkpoint") from error
+    try:
+        model = GPT(GPTConfig(**content["config"]))
+        model.load_state_dict(content["model"])
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{path} holds another model than this GPT") from error
+    return model, content
+
+
+def find_start(
+    config: GPTConfig, options: Namespace, world_size: int, samples: int
+) -> Start:
+    """Load the newest checkpoint that is whole; every rank does so by itself.
+
+    Args:
+        config: of the model to be trained.
+        options: of this run; `options.checkpoint` is where the newest should stand,
+            with the one before it beside it, or None.
+        world_size: how many ranks there are now.
+        samples: in an epoch.
+
+    Raises:
+        ValueError: the path cannot be written, what is there cannot be resumed, or the
+            ranks cannot share its global batch size out of so many samples.
+    """
+    check_restarts()
+    start = Start(options.batch_size * options.grad_accum_steps * world_size)
+    path: Path | None = options.checkpoint
+    if path is not None:
+        start = newest_whole(path, config, lasting_settings(options)) or start
+    if not world_size <= start.global_batch_size <= samples:
+        raise ValueError(
+            f"{world_size} rank(s) with a global batch size of "
+            f"{start.global_batch_size}, and an epoch of {samples} samples: use fewer "
+            "ranks or a smaller --batch-size"
+        )
+    return start
+
+
+def newest_whole(
+    path: Path, config: GPTConfig, settings: dict[str, Any]
+) -> Start | None:
+    """Load the checkpoint at `path` or, if that is damaged, the one before it.
+
+    Returns None if there is neither; raises ValueError as `find_start` does.
+    """
+    if not path.parent.is_dir():
+        raise ValueError(f"--checkpoint={path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--checkpoint={path}: cannot write in {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"--checkpoint={path} is a folder; name a file in it")
+    present = [one for one in (path, previous(path)) if one.exists()]
+    for one in present:
+        try:
+            model, content = load_checkpoint(one)
+        except ValueError:
+            continue
+        if model.config != config:
+            raise ValueError(
+                f"{one} belongs to a model of {model.config}; give --checkpoint "
+                "another name"
+            )
+        if "training" not in content:
+            raise ValueError(
+                f"{one} holds weights alone, which is too little to resume; give "
+                "--checkpoint another name"
+            )
+        training = content["training"]
+        for name, value in training["settings"].items():
+            if value != settings.get(name):
+                raise ValueError(
+                    f"{one} comes from a run with --{name.replace('_', '-')}={value}, "
+                    f"this one has {settings.get(name)}; move it away to train from "
+                    "the beginning"
+                )
+        return Start(training["global_batch_size"], training["step"], one, content)
+    if present:
+        raise ValueError(
+            f"{' and '.join(map(str, present))}: damaged, or no checkpoint; move it "
+            "away to train from the beginning"
+        )
+    return None
+
+
+def agree_on_step(step: int) -> None:
+    """End in one line unless all ranks begin at the same step; all call this."""
+    if len(set(steps := gather(step))) > 1:
+        fail(
+            f"the ranks find checkpoints of steps {steps}: --checkpoint must name a "
+            "file that all machines share"
+        )
+
+
+def check_restarts() -> None:
+    """Refuse to be started again by torchrun where that cannot be relied on.
+
+    By default torch 2.13's agent holds the store in which its ranks meet, and keeps it
+    when it starts them again. A rank that is first to arrive finds the addresses of
+    those that have died there, and fails or waits for them (pytorch#135712).
+
+    Raises:
+        ValueError: torchrun is to start ranks again, and uses such a store.
+    """
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise ValueError(
+            "ranks that are started again would find the addresses of dead ones; first "
+            "type: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
+
+
+def settle_buckets(
+    ddp_model: DistributedDataParallel, inputs: torch.Tensor, labels: torch.Tensor
+) -> None:
+    """Let DDP arrange its buckets now, not after the first step; all call this.
+
+    DDP fills buckets in one order for the first backward, and from the second on in the
+    order in which gradients arrived. Where a value stands in a bucket decides in which
+    order the ranks' values are added: with more than two ranks, the last bit of the
+    sum. A run that resumes must not make a first step of its own.
+    """
+    ddp_model(inputs, labels).backward()
+    ddp_model.zero_grad()
+
+
+def log_folder(text: str) -> Path:
+    """Make the folder that an option names, if there is none; a converter."""
+    try:
+        Path(text).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentTypeError(str(error)) from error
+    return Path(text)
+
+
+def open_log(folder: Path | None, step: int) -> Callable[..., None]:
+    """Return `write(step, name=number, ...)`, which does nothing but on rank zero.
+
+    It writes TensorBoard's event files where tensorboard is installed, else `log.csv`.
+    What a run logged after `step`, at which this one resumes, is dropped.
+    """
+    if folder is None or dist.get_rank() > 0:
+        return lambda step, **numbers: None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return open_csv(folder / "log.csv", step)
+    writer = SummaryWriter(folder, purge_step=step + 1)
+
+    def write(step: int, **numbers: float) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return write
+
+
+def open_csv(path: Path, step: int) -> Callable[..., None]:
+    """Return `write`, as `open_log` does, for a table with one line a step."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    kept = lines[:1] + [line for line in lines[1:] if int(line.split(",")[0]) <= step]
+    path.write_text("".join(kept))
+
+    def write(step: int, **numbers: float) -> None:
+        with open(path, "a", newline="") as file:
+            table = csv.DictWriter(file, ["step", *numbers], lineterminator="\n")
+            if file.tell() == 0:
+                table.writeheader()
+            table.writerow({"step": step, **numbers})
+
+    return write

@@ -1,0 +1,56 @@
+"""A dataset that notes what it is asked for, and what that says about the sampler."""
+
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+
+class NotedDataset(Dataset):
+    """Samples that note which of them were asked for, and in which order."""
+
+    def __init__(self, samples: TensorDataset) -> None:
+        """Take samples that are the same on every rank."""
+        self.samples = samples
+        self.seen: list[int] = []
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        """Return a sample."""
+        self.seen.append(index)
+        return self.samples[index]
+
+
+def by_epoch(noted: list[Any], epochs: int) -> list[list[Any]]:
+    """Cut what was noted during a run into one part for each epoch."""
+    length = len(noted) // epochs
+    return [noted[length * epoch : length * (epoch + 1)] for epoch in range(epochs)]
+
+
+def explain_samples(seen: tuple[list[int], ...], samples: int, epochs: int) -> str:
+    """Say what is wrong with the samples that the ranks have seen, or nothing."""
+    parts = [by_epoch(indices, epochs) for indices in seen]
+    for epoch, orders in enumerate(zip(*parts, strict=True)):
+        together = sorted(index for order in orders for index in order)
+        if together != list(range(samples)):
+            twice = len(together) - len(set(together))
+            return (
+                f"in epoch {epoch} the ranks saw {len(together)} samples, {twice} of "
+                "them again: who shards the dataset?"
+            )
+    return ""
+
+
+def explain_order(seen: list[int], epochs: int) -> str:
+    """Say which epoch had the order of another on this rank, or nothing."""
+    orders = by_epoch(seen, epochs)
+    for epoch in range(1, epochs):
+        if orders[epoch] in orders[:epoch]:
+            return (
+                f"epoch {epoch} has the order of an epoch before: what does the "
+                "sampler know of epochs?"
+            )
+    return ""

@@ -1,0 +1,63 @@
+"""Write the copies of the modules that several chapters share.
+
+Run: python tests/support/copies.py
+
+A chapter is a folder that one can take away whole, so what two chapters need stands in
+both. Edit the source only, then write its copies; a house rule holds them equal, byte
+by byte. (Inside a chapter there are no copies: a room has a symbolic link.)
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from launch import ROOT
+
+# Each source with its copies, as paths from the repository's root.
+COPIES: dict[str, tuple[str, ...]] = {
+    "01_communication/ranks.py": (
+        "02_ddp_mp/ranks.py",
+        "03_ddp_torchrun/ranks.py",
+        "05_deepspeed_zero/ranks.py",
+    ),
+    "01_communication/exercises/ask_ranks.py": (
+        "02_ddp_mp/exercises/ask_ranks.py",
+        "03_ddp_torchrun/exercises/ask_ranks.py",
+    ),
+    "03_ddp_torchrun/model.py": ("05_deepspeed_zero/model.py",),
+}
+
+
+def write_copies(
+    root: Path = ROOT, copies: Mapping[str, tuple[str, ...]] = COPIES
+) -> list[str]:
+    """Make every copy equal to its source; return the paths that were written.
+
+    Raises FileNotFoundError, before anything is written, if a source is missing.
+    """
+    contents = {source: (root / source).read_bytes() for source in copies}
+    written = []
+    for source, names in copies.items():
+        for name in names:
+            copy = root / name
+            # A link would pass for a copy here, and lead nowhere in a chapter that was
+            # taken away; written to, it would change what it leads to.
+            if copy.is_symlink():
+                copy.unlink()
+            if not copy.exists() or copy.read_bytes() != contents[source]:
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(contents[source])
+                written.append(name)
+    return written
+
+
+def main() -> None:
+    """Write the copies, and say which of them were not equal."""
+    written = write_copies()
+    for name in written:
+        print(f"wrote {name}")
+    if not written:
+        print("every copy is equal to its source")
+
+
+if __name__ == "__main__":
+    main()

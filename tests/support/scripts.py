@@ -1,0 +1,34 @@
+"""Import a chapter's script although its folder's name begins with a digit."""
+
+import importlib
+import sys
+from functools import cache
+from types import ModuleType
+
+from launch import ROOT
+
+
+@cache
+def load_chapter(folder: str) -> dict[str, ModuleType]:
+    """Import every module of a chapter or of a room, without a trace in `sys`.
+
+    Two chapters may both have a `train.py` or a `model.py`; each is imported by its
+    plain name while its own folder comes first, then taken out of `sys.modules` again.
+    A room such as "02_ddp_mp/timeline" is loaded in the same way. What it has of its
+    chapter are links, and they are among its modules: the functions of its `ranks` are
+    not the same objects as those of the chapter's.
+
+    Raises FileNotFoundError if there is no module in the folder.
+    """
+    names = [path.stem for path in sorted((ROOT / folder).glob("*.py"))]
+    if not names:
+        raise FileNotFoundError(f"no Python file in {ROOT / folder}")
+    hidden = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    sys.path.insert(0, str(ROOT / folder))
+    try:
+        return {name: importlib.import_module(name) for name in names}
+    finally:
+        sys.path.remove(str(ROOT / folder))
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update(hidden)

@@ -1,0 +1,718 @@
+"""Chapter 01, the room failures/: how each failure looks, and which tool finds it.
+
+What ranks print is compared with white space made one, because show.py wraps lines.
+"""
+
+import contextlib
+import functools
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from launch import ROOT, Result, clean_environment, python, torchrun
+from lessons import in_the_pool, run_lesson
+from scripts import load_chapter
+from worker_pool import WorkerPool
+
+ROOM = "01_communication/failures"
+SHOW = ROOT / ROOM / "show.py"
+# Seconds for a run of show.py, most of which go to importing torch on a busy machine.
+# It kills by itself what hangs for 30 s.
+RUN_LIMIT = 60
+
+# What the survivors of a lost connection say: the word differs from run to run.
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+TIMED_OUT = r"Timed out waiting 2000ms for (recv|send) operation to complete"
+# Who first loses patience closes its connections: the others lose theirs.
+HUNG = rf"RuntimeError: \[\S+\] .*({TIMED_OUT}|{'|'.join(LOST)}).*"
+GONE = rf"RuntimeError: \[\S+\] .*({'|'.join(LOST)}).*"
+NAMED = r".*RuntimeError: \[Rank 0\]: Ranks 1 failed to pass monitoredBarrier in {} ms"
+NOTHING = ""
+
+
+class End(NamedTuple):
+    """What a rank has to print, as a pattern for the whole of it, and how it ends."""
+
+    text: str
+    how: str
+
+
+def exactly(text: str) -> End:
+    """Expect that a rank prints this and ends well."""
+    return End(re.escape(text), "exit code 0")
+
+
+def mismatch(differs: str, *values: str) -> list[End]:
+    """Expect DETAIL to stop both ranks, to name both and to say what differs."""
+    named = (
+        r"RuntimeError: Detected mismatch between collectives on ranks\. Rank {0} is "
+        r"running collective: .*, but Rank {1} is running collective: .* {2}: {3}vs {4}"
+    )
+    first, second = values
+    return [
+        End(named.format(0, 1, differs, first, second), "exit code 1"),
+        End(named.format(1, 0, differs, second, first), "exit code 1"),
+    ]
+
+
+def stack(where: str, then: str) -> str:
+    """Expect the stack of a rank after one second, then its last words."""
+    thread = r"Thread \w+ \(most recent call first\):"
+    return rf"Timeout \(0:00:01\)! {thread} {where} in main .* in <module> {then}"
+
+
+# The line of slow_rank.py in which the straggler loses its time.
+SLEEP = 1 + next(
+    number
+    for number, line in enumerate(
+        (ROOT / ROOM / "slow_rank.py").read_text().splitlines()
+    )
+    if "time.sleep(1.5)" in line
+)
+WRONG_SUM = [
+    exactly("strides (3, 1): [[0.0, 4.0, 3.0], [7.0, 6.0, 10.0]]"),
+    exactly("strides (1, 2): [[0.0, 3.0, 6.0], [4.0, 7.0, 10.0]]"),
+]
+LOST_SUM = [
+    exactly(
+        "strides (3, 1): [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]] "
+        "strides (1, 2): [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]"
+    )
+] * 2
+# What must come of each script on each rank, under each tool.
+ENDS: dict[str, dict[str, list[End]]] = {
+    "plain": {
+        "dtypes_differ": [
+            exactly("torch.float32: [1.5, 2.5]"),
+            exactly("torch.int32: [1069547520, 1075838976]"),
+        ],
+        "shapes_differ": [
+            exactly("(2, 3): [[0.0, 4.0, 3.0], [7.0, 6.0, 10.0]]"),
+            exactly("(3, 2): [[0.0, 4.0], [3.0, 7.0], [6.0, 10.0]]"),
+        ],
+        "strides_differ": WRONG_SUM,
+        "reduced_copy": LOST_SUM,
+        "skipped_call": [
+            End(rf"RuntimeError: \[\S+\] {TIMED_OUT}", "exit code 1"),
+            exactly(NOTHING),
+        ],
+        "monitored_barrier": [
+            End(NAMED.format(1000), "exit code 1"),
+            exactly(NOTHING),
+        ],
+        "swapped_calls": [End(HUNG, "exit code 1")] * 2,
+        "longer_message": [
+            End(
+                r"terminate called after throwing an instance of .gloo::EnforceNotMet. "
+                r"what\(\): .*op\.preamble\.length <= op\.nbytes\. "
+                r"2000 vs 1000\. Received data size doesn't match expected size\. .*",
+                "killed by SIGABRT",
+            ),
+            End(GONE, "exit code 1"),
+        ],
+        "wrong_peer": [End(HUNG, "exit code 1")] * 3,
+        "all_send_first": [End(HUNG, "exit code 1")] * 2,
+        "killed_rank": [
+            End(GONE, "exit code 1"),
+            End(NOTHING, "killed by SIGKILL"),
+        ],
+        "slow_rank": [
+            exactly("all_reduce took more than 0.75 s"),
+            exactly("all_reduce took less than 0.75 s"),
+        ],
+    },
+    "DETAIL": {
+        "dtypes_differ": mismatch("Tensor Tensor dtypes", "Float", "Int"),
+        "shapes_differ": mismatch("Tensor Tensor shapes", "2 3", "3 2"),
+        # Neither of these two is found.
+        "strides_differ": WRONG_SUM,
+        "reduced_copy": LOST_SUM,
+        "skipped_call": [
+            End(NAMED.format(2000), "exit code 1"),
+            exactly(NOTHING),
+        ],
+        "swapped_calls": mismatch("Op type", "ALLREDUCE", "BROADCAST"),
+        "longer_message": mismatch("Tensor Tensor shapes", "1000", "2000"),
+        # It compares collectives only.
+        "wrong_peer": [End(HUNG, "exit code 1")] * 3,
+        "all_send_first": [End(HUNG, "exit code 1")] * 2,
+        # It names the missing rank unless it notices the lost connection first.
+        "killed_rank": [
+            End(rf"{NAMED.format(2000)}|{GONE}", "exit code 1"),
+            End(NOTHING, "killed by SIGKILL"),
+        ],
+    },
+    "stacks": {
+        "all_send_first": [End(stack(".* in send .*", HUNG), "exit code 1")] * 2,
+        "wrong_peer": [End(stack(".* in recv .*", HUNG), "exit code 1")] * 3,
+        "slow_rank": [
+            End(
+                stack(".* in all_reduce .*", "all_reduce took more than 0.75 s"),
+                "exit code 0",
+            ),
+            # No frame stands before that of the script.
+            End(
+                stack(
+                    rf'File "slow_rank.py", line {SLEEP}',
+                    "all_reduce took less than 0.75 s",
+                ),
+                "exit code 0",
+            ),
+        ],
+    },
+    "recorder": {
+        "swapped_calls": [
+            End(rf"{HUNG} recorded \['gloo:all_reduce'\]", "exit code 1"),
+            End(rf"{HUNG} recorded \['gloo:broadcast'\]", "exit code 1"),
+        ],
+        # It records collectives only.
+        "wrong_peer": [End(rf"{HUNG} recorded \[\]", "exit code 1")] * 3,
+    },
+}
+# Which scripts are run together, to import torch less often.
+RUNS: dict[str, list[tuple[str, ...]]] = {
+    "plain": [
+        tuple(list(ENDS["plain"])[:5]),
+        ("monitored_barrier", "swapped_calls", "longer_message", "killed_rank"),
+        ("wrong_peer", "all_send_first", "slow_rank"),
+    ],
+    "DETAIL": [tuple(list(ENDS["DETAIL"])[:5]), tuple(list(ENDS["DETAIL"])[5:])],
+    "stacks": [tuple(ENDS["stacks"])],
+    "recorder": [tuple(ENDS["recorder"])],
+}
+# The first of all runs belongs to `make test`: what is wrong without an error, and the
+# most frequent hang.
+FAST = ("plain", RUNS["plain"][0])
+CASES = [
+    pytest.param(
+        tool,
+        names,
+        name,
+        id=f"{name}-{tool}",
+        marks=[] if (tool, names) == FAST else pytest.mark.slow,
+    )
+    for tool, runs in RUNS.items()
+    for names in runs
+    for name in names
+]
+SETTINGS = {
+    "DETAIL": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+    "recorder": {"TORCH_FR_BUFFER_SIZE": "100"},
+}
+
+
+@functools.cache
+def shown(tool: str, names: tuple[str, ...]) -> dict[str, list[End]]:
+    """Run scripts under a tool; return what each rank printed and how it ended."""
+    words = ["--stacks"] if tool == "stacks" else []
+    environment = clean_environment(**SETTINGS.get(tool, {}))
+    # `python` raises if the run takes too long or leaves a process.
+    result = python(SHOW, *words, *names, env=environment, timeout=RUN_LIMIT)
+    assert (result.returncode, result.stderr) == (0, ""), result.output
+    return ends_in(result.stdout)
+
+
+def ends_in(output: str) -> dict[str, list[End]]:
+    """Take apart what show.py printed: for each script the end of each rank."""
+    _, *parts = re.split(r"^--- (.*)\n", output, flags=re.M)
+    found = {}
+    for name, text in zip(parts[::2], parts[1::2], strict=True):
+        found[name] = []
+        for rank in range(len(re.findall(r"^rank \d:", text, re.M))):
+            said = re.findall(rf"^rank {rank} \| (.*)", text, re.M)
+            (how,) = re.findall(rf"^rank {rank}: (.*)", text, re.M)
+            found[name].append(End(" ".join(" ".join(said).split()), how))
+    return found
+
+
+@pytest.mark.parametrize(("tool", "names", "name"), CASES)
+@pytest.mark.timeout(120)
+def test_script_fails_as_described(
+    tool: str, names: tuple[str, ...], name: str
+) -> None:
+    found, expected = shown(tool, names), ENDS[tool][name]
+    assert tuple(found) == names
+    assert len(found[name]) == len(expected) == (3 if name == "wrong_peer" else 2)
+    for rank, (end, (pattern, how)) in enumerate(
+        zip(found[name], expected, strict=True)
+    ):
+        assert end.how == how, f"rank {rank}: {end.text}"
+        assert re.fullmatch(pattern, end.text, re.S), f"rank {rank}: {end.text}"
+    if HUNG in [pattern for pattern, _ in expected]:
+        # Somebody has to run out of time before the others lose their connection.
+        assert any(re.search(TIMED_OUT, end.text) for end in found[name])
+
+
+def test_every_script_has_its_ends() -> None:
+    scripts = {path.stem for path in (ROOT / ROOM).glob("*.py")}
+    tools = {"show", "ranks", "strides_table"}
+    assert scripts - tools == set(ENDS["plain"])
+    assert len(CASES) == sum(map(len, ENDS.values())) == 27
+
+
+# --- The marked line is what is wrong. ----------
+
+
+AVERAGE = "dist.all_reduce(loss, op=dist.ReduceOp.AVG)"
+SUM = "[[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]"
+# For each script: what stands there, and in its place what the comment above it says;
+# then what each rank must print.
+MENDS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
+    "dtypes_differ": (
+        [("torch.empty(2, dtype=torch.int32)", "torch.empty(2)")],
+        ["torch.float32: [1.5, 2.5]"] * 2,
+    ),
+    "shapes_differ": (
+        [("if dist.get_rank() == 1:", "if True:")],
+        ["(3, 2): [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]"] * 2,
+    ),
+    "strides_differ": (
+        [("else columns.t()", "else columns.t().contiguous()")],
+        [f"strides (3, 1): {SUM}"] * 2,
+    ),
+    "reduced_copy": (
+        [
+            (
+                "dist.all_reduce(x.cont",
+                "x = x.contiguous()\n        dist.all_reduce(x.cont",
+            )
+        ],
+        [f"strides (3, 1): {SUM} strides (3, 1): {SUM}"] * 2,
+    ),
+    "skipped_call": (
+        [
+            ("    if dist.get", f"    {AVERAGE}\n    if dist.get"),
+            (f"        {AVERAGE}", "        pass"),
+        ],
+        ["mean loss 1.0", ""],
+    ),
+    "monitored_barrier": (
+        [("if dist.get_rank() == 0:", "if True:")],
+        ["mean loss 1.0"] * 2,
+    ),
+    "swapped_calls": (
+        [("dist.get_rank() == 0", "True")],
+        ["", ""],
+    ),
+    "longer_message": (
+        [("1000 if dist.get_rank() == 0 else 2000", "2000")],
+        ["", ""],
+    ),
+    "wrong_peer": (
+        [("src=right", "src=(rank - 1) % world_size")],
+        ["", "", ""],
+    ),
+    "all_send_first": (
+        [
+            ("dist.send(", "sending = dist.isend("),
+            ("src=left)", "src=left)\n    sending.wait()"),
+        ],
+        ["", ""],
+    ),
+    "killed_rank": (
+        [("os.kill(os.getpid(), signal.SIGKILL)", "pass")],
+        ["", ""],
+    ),
+    "slow_rank": (
+        [("time.sleep(1.5)", "pass")],
+        ["all_reduce took less than 0.75 s"] * 2,
+    ),
+}
+
+
+def copy_of_show(folder: Path, **scripts: list[tuple[str, str]]) -> Path:
+    """Copy show.py and some scripts, and replace parts of those; return the copy."""
+    for name, changes in {"show": [], **scripts}.items():
+        text = (ROOT / ROOM / f"{name}.py").read_text()
+        for old, new in changes:
+            if text.count(old) != 1:
+                raise ValueError(f"not once in {name}.py: {old}")
+            text = text.replace(old, new)
+        (folder / f"{name}.py").write_text(text)
+    return folder / "show.py"
+
+
+@pytest.mark.slow
+def test_scripts_are_right_once_the_marked_line_is_mended(tmp_path: Path) -> None:
+    show = copy_of_show(tmp_path, **{name: MENDS[name][0] for name in MENDS})
+    assert set(MENDS) == set(ENDS["plain"])
+    names, found = list(MENDS), {}
+    for some in (names[:6], names[6:]):
+        result = python(show, *some, timeout=RUN_LIMIT)
+        assert (result.returncode, result.stderr) == (0, ""), result.output
+        found |= ends_in(result.stdout)
+    assert found == {
+        name: [End(text, "exit code 0") for text in printed]
+        for name, (_, printed) in MENDS.items()
+    }
+
+
+def test_scripts_are_short_and_mark_one_line() -> None:
+    paths = [ROOT / ROOM / f"{name}.py" for name in ENDS["plain"]]
+    assert len(paths) == 12
+    for path in paths:
+        text = path.read_text()
+        assert 20 <= len(text.splitlines()) <= 60
+        assert len(re.findall(r"^ +# WRONG: ", text, re.M)) == 1
+        assert f"torchrun --nproc-per-node={len(ENDS['plain'][path.stem])} " in text
+
+
+# --- The tool that shows them. ----------
+
+
+def one_line(result: Result, text: str) -> None:
+    """Assert that the user is told one line and nothing else, with status 2."""
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert text in result.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["--no-such"], ["nope", "slow_rank"], ["show"]])
+def test_unknown_name_lists_the_known_ones(words: list[str]) -> None:
+    result = python(SHOW, *words, timeout=60)
+    one_line(result, f"show.py: [--stacks] NAME..., of {', '.join(sorted(MENDS))}\n")
+
+
+@pytest.mark.slow
+def test_rank_that_hangs_is_killed_and_old_settings_do_not_matter(
+    tmp_path: Path,
+) -> None:
+    show = copy_of_show(
+        tmp_path, slow_rank=[("sleep(1.5)", "sleep(90)"), ("seconds=3", "seconds=90")]
+    )
+    show.write_text(show.read_text().replace("signal.alarm(30)", "signal.alarm(2)"))
+    outside = clean_environment(RANK="5", WORLD_SIZE="1", MASTER_PORT="1")
+    result = python(show, "slow_rank", env=outside, timeout=30)
+    killed = [End("", "killed by SIGALRM")] * 2
+    assert (result.returncode, result.stderr) == (0, "")
+    assert ends_in(result.stdout) == {"slow_rank": killed}
+
+
+def is_importing_torch(process: psutil.Process) -> bool:
+    """Tell whether a process has begun to load torch."""
+    return any("libtorch" in part.path for part in process.memory_maps())
+
+
+def has_three_ranks(process: psutil.Process) -> bool:
+    """Tell whether a process has started three others."""
+    return len(process.children()) == 3
+
+
+@pytest.mark.parametrize("is_ready", [is_importing_torch, has_three_ranks])
+def test_interrupt_ends_all_ranks_in_silence(is_ready: Any) -> None:
+    process = subprocess.Popen(
+        [sys.executable, SHOW, "wrong_peer"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=clean_environment(PYTHONUNBUFFERED="1"),
+        text=True,
+        start_new_session=True,
+        # What a script starts in the background ignores Ctrl-C; here it must not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        script = psutil.Process(process.pid)
+        while not is_ready(script):
+            assert process.poll() is None
+        everyone = script.children(recursive=True)
+        # All of the terminal's processes get a Ctrl-C.
+        os.killpg(process.pid, signal.SIGINT)
+        printed, _ = process.communicate(timeout=20)
+        assert process.returncode == 130
+        assert printed in ("", "--- wrong_peer\n")
+        assert psutil.wait_procs(everyone, timeout=5)[1] == []
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_torchrun_names_the_signal_that_killed_a_rank() -> None:
+    result = torchrun(ROOT / ROOM / "killed_rank.py", nproc=2, timeout=60)
+    assert result.returncode == 1
+    assert re.search(r"exitcode +: -9 \(pid: \d+\)", result.stderr)
+    assert "Signal 9 (SIGKILL) received by PID" in result.stderr
+    assert re.search("|".join(LOST), result.stderr)
+
+
+# --- What strides do to the calls of gloo, on warm ranks. ----------
+
+
+def in_memory(x: torch.Tensor) -> torch.Tensor:
+    """Return as many numbers as x has as they lie in memory, gaps included."""
+    return x.as_strided((x.numel(),), (1,))
+
+
+def calls_on_strides(layouts: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """All-reduce and broadcast; return what memory holds then, and what it should.
+
+    `layouts` has a letter for each rank, as in strides_table.py.
+    """
+    lay_out = load_chapter(ROOM)["strides_table"].lay_out
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    values = [torch.arange(6.0).view(2, 3) + 10 * r for r in ranks]
+    # Every rank knows what lies in the others' memory, and so needs no message.
+    blocks = [in_memory(lay_out(values[r], layouts[r])) for r in ranks]
+    summed, sent = (lay_out(values[rank], layouts[rank]) for _ in range(2))
+    dist.all_reduce(summed)
+    dist.broadcast(sent, 0)
+    return [
+        (in_memory(summed), torch.stack(blocks).sum(0)),
+        (in_memory(sent), blocks[0]),
+    ]
+
+
+@pytest.mark.parametrize("layouts", ["tt", "rt", "tr", "rg", "gg", "rtt", "rtg", "ggg"])
+def test_gloo_takes_tensors_as_they_lie_in_memory(
+    worker_pool: WorkerPool, layouts: str
+) -> None:
+    by_rank = worker_pool.run(calls_on_strides, layouts, world_size=len(layouts))
+    pairs = [pair for results in by_rank for pair in results]
+    assert len(pairs) == 2 * len(layouts)
+    for result, memory in pairs:
+        assert torch.equal(result, memory)
+
+
+def what_became_of_the_columns_between() -> list[list[float]]:
+    """Sum every other column, which is all that the call is given."""
+    table = torch.arange(8.0).view(2, 4)
+    dist.all_reduce(table[:, ::2])
+    return table.tolist()
+
+
+def test_sum_of_columns_overwrites_the_columns_between(worker_pool: WorkerPool) -> None:
+    # Right would be [0, 1, 4, 3] and [8, 5, 12, 7].
+    wrong = [[0.0, 2.0, 4.0, 6.0], [4.0, 5.0, 6.0, 7.0]]
+    assert worker_pool.run(what_became_of_the_columns_between) == [wrong, wrong]
+
+
+def sum_of_images() -> tuple[bool, bool]:
+    """Sum equal batches, which lie channels_last on rank 1; then contiguous copies."""
+    image = torch.arange(24.0).view(1, 2, 3, 4)
+    mine = image.clone()
+    if dist.get_rank() == 1:
+        mine = image.to(memory_format=torch.channels_last)
+    copy = mine.contiguous().clone()
+    dist.all_reduce(mine)
+    dist.all_reduce(copy)
+    return torch.equal(mine, 2 * image), torch.equal(copy, 2 * image)
+
+
+def test_channels_last_on_one_rank_gives_a_wrong_sum(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(sum_of_images) == [(False, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("world_size", "wrong"),
+    # The true sums are 10, 12, 14, ... and 30, 33, 36, ...
+    [
+        (2, [10.0, 14.0, 13.0, 17.0, 16.0, 20.0]),
+        (3, [30.0, 37.0, 34.0, 41.0, 38.0, 45.0]),
+    ],
+    ids=["2", "3"],
+)
+def test_collectives_with_other_strides_are_right_refused_or_silently_wrong(
+    worker_pool: WorkerPool, world_size: int, wrong: list[float]
+) -> None:
+    # The lesson compares each result with the values that one process computes.
+    by_rank = worker_pool.run(run_lesson, ROOM, "strides_table", world_size=world_size)
+    table = load_chapter(ROOM)["strides_table"].TABLE
+    check = "check: every call does what the table in the script says"
+    assert by_rank == [f"{table}\n{check}\n", *[""] * (world_size - 1)]
+    # 13 calls with 5 pairs of layouts, of which eight do not exist.
+    words = re.findall(r"\b(right|wrong|refused)\b", table)
+    assert len(words) == 13 * 5 - 8
+    assert (words.count("wrong"), words.count("refused")) == (16, 12)
+    # One sum by hand: rank 0 stores 0, 1, 2, ... row by row, the others their 10, 11,
+    # 12, ... and 20, 21, 22, ... column by column.
+    layouts = "r" + "t" * (world_size - 1)
+    sums = worker_pool.run(calls_on_strides, layouts, world_size=world_size)
+    assert [results[0][0].tolist() for results in sums] == [wrong] * world_size
+
+
+def outcomes(function: str) -> list[str]:
+    """Try a call of strides_table.py under another name, with each pair of layouts."""
+    lesson = load_chapter(ROOM)["strides_table"]
+    name = {
+        "all_gather_into_tensor": "all_gather_single",
+        "reduce_scatter_tensor": "reduce_scatter_single",
+    }.get(function, function)
+    called = mock.Mock(side_effect=getattr(dist, function))
+    with mock.patch.object(dist, name, called):
+        found = [
+            lesson.try_call(name, *layouts.split()[dist.get_rank() > 0])
+            for layouts in lesson.LAYOUTS
+        ]
+    assert called.call_count == len(found) == 5
+    return found
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("all_gather_into_tensor", "all_gather_single"),
+        ("reduce_scatter_tensor", "reduce_scatter_single"),
+    ],
+)
+def test_old_names_treat_strides_as_the_new_ones(
+    worker_pool: WorkerPool, old: str, new: str
+) -> None:
+    found = worker_pool.run(outcomes, old)
+    assert found == worker_pool.run(outcomes, new)
+    is_right = ["right"] * 5
+    is_wrong = ["right", "wrong", "right", "right", "right"]
+    assert found == [is_wrong if "reduce" in old else is_right] * 2
+
+
+def table_with_a_mistake() -> tuple[Any, str]:
+    """Run the lesson with a table that calls the strided all-reduce right."""
+    lesson: Any = load_chapter(ROOM)["strides_table"]
+    claim = "all_reduce             right     "
+    table = lesson.TABLE.replace(f"{claim}wrong", f"{claim}right")
+    assert table != lesson.TABLE
+    errors = io.StringIO()
+    with (
+        in_the_pool(lesson),
+        mock.patch.object(lesson, "TABLE", table),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            lesson.main()
+        except SystemExit as end:
+            return end.code, errors.getvalue()
+    return None, errors.getvalue()
+
+
+def test_table_that_is_no_longer_true_is_an_error(worker_pool: WorkerPool) -> None:
+    text = "every call does what the table in the script says"
+    failed = f"check failed on ranks [0, 1], not so: {text}\n"
+    assert worker_pool.run(table_with_a_mistake) == [(1, failed), (1, "")]
+
+
+# --- More failures, on warm ranks. ----------
+
+
+def send_and_sum_two_types(
+    type_0: torch.dtype, type_1: torch.dtype
+) -> tuple[list[float], list[float]]:
+    """Broadcast, then sum, tensors of one type on rank 0 and another on rank 1."""
+    dtype = type_0 if dist.get_rank() == 0 else type_1
+    sent, summed = (torch.tensor([1.5, 2.5]).to(dtype) for _ in range(2))
+    dist.broadcast(sent, src=0)
+    dist.all_reduce(summed)
+    return sent.tolist(), summed.tolist()
+
+
+def test_two_types_of_one_width_give_garbage_without_an_error(
+    worker_pool: WorkerPool,
+) -> None:
+    types = (torch.float32, torch.int32)
+    (sent, on_rank_0), (received, on_rank_1) = worker_pool.run(
+        send_and_sum_two_types, *types
+    )
+    assert sent == [1.5, 2.5]
+    assert on_rank_0 != [3.0, 5.0]
+    # The bits of 1.5 and 2.5, read as whole numbers.
+    assert received == on_rank_1 == [1069547520, 1075838976]
+
+
+def test_sum_of_two_half_precisions_is_wrong_and_plausible(
+    worker_pool: WorkerPool,
+) -> None:
+    types = (torch.float16, torch.bfloat16)
+    results = worker_pool.run(send_and_sum_two_types, *types)
+    assert results == [
+        ([1.5, 2.5], [3.4375, 4.5625]),
+        ([0.125, 8.0], [112.0, 1152.0]),
+    ]
+
+
+def received_by_a_wider_type() -> list[float]:
+    """Broadcast eight bytes to a rank that has room for sixteen."""
+    x = torch.tensor([1.5, 2.5])
+    if dist.get_rank() == 1:
+        x = torch.zeros(2, dtype=torch.int64)
+    dist.broadcast(x, src=0)
+    return x.tolist()
+
+
+def test_too_few_bytes_are_no_error_either(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(received_by_a_wider_type) == [
+        [1.5, 2.5],
+        [4620693218751676416, 0],
+    ]
+
+
+def broadcast_two_into_three() -> list[float]:
+    """Broadcast two numbers to ranks that ask for three."""
+    x = torch.full((2 if dist.get_rank() == 0 else 3,), float(dist.get_rank() + 7))
+    dist.broadcast(x, src=0)
+    return x.tolist()
+
+
+def test_short_broadcast_leaves_the_rest_alone(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(broadcast_two_into_three) == [[7.0, 7.0], [7.0, 7.0, 8.0]]
+
+
+def wait_for_a_rank_that_left() -> str:
+    """Wait without a timeout of one's own in a group that allows one second."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    assert isinstance(group, dist.ProcessGroup)
+    if dist.get_rank() == 1:
+        # Longer than the group's timeout, and far less than the one that is used.
+        time.sleep(2.5)
+        dist.monitored_barrier(group)
+        return "late"
+    start = time.monotonic()
+    dist.monitored_barrier(group)
+    waited = time.monotonic() - start
+    return "waited longer than the group allows" if waited > 1.2 else f"{waited:.1f} s"
+
+
+def test_monitored_barrier_ignores_the_timeout_of_its_group(
+    worker_pool: WorkerPool,
+) -> None:
+    assert worker_pool.run(wait_for_a_rank_that_left) == [
+        "waited longer than the group allows",
+        "late",
+    ]
+
+
+def all_send_first(elements: int) -> str:
+    """Let every rank send before it receives; return the error."""
+    # After a timeout a group's connections cannot be used again.
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    assert isinstance(group, dist.ProcessGroup)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(elements)
+    try:
+        dist.send(x, dst=(rank + 1) % world_size, group=group)
+        dist.recv(x, src=(rank - 1) % world_size, group=group)
+    except RuntimeError as error:
+        return str(error)
+    return "received"
+
+
+@pytest.mark.parametrize("elements", [1, 1_000_000])
+def test_all_send_first_gets_stuck_at_any_size(
+    worker_pool: WorkerPool, elements: int
+) -> None:
+    errors = worker_pool.run(all_send_first, elements, world_size=3)
+    timed_out = "Timed out waiting 1000ms for send operation to complete"
+    assert len(errors) == 3
+    assert any(error.endswith(timed_out) for error in errors)
+    assert all(re.search("|".join([timed_out, *LOST]), error) for error in errors)

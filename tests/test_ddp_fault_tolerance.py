@@ -1,0 +1,1033 @@
+"""Chapter 03: a run that was killed ends with the bits of an uninterrupted one."""
+
+import contextlib
+import copy
+import errno
+import inspect
+import io
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+)
+from torch.utils.data import DistributedSampler, TensorDataset
+
+from launch import ROOT, clean_environment, python
+from lessons import run_lesson
+from scripts import load_chapter
+from worker_pool import WorkerPool
+
+PLACE = "03_ddp_torchrun/fault_tolerance"
+ROOM = load_chapter(PLACE)
+TRAIN, CHECKPOINT, DATA, MODEL, RANKS = (
+    ROOM[name] for name in ("train", "checkpoint", "data", "model", "ranks")
+)
+CRASHES, WORLD_CHANGES = ROOM["crashes"], ROOM["world_changes"]
+# Two epochs of 6 steps of 8 samples, with a model that takes milliseconds.
+TINY = [
+    *("--layers=1", "--width=16", "--heads=2", "--block-size=16", "--samples=48"),
+    *("--max-epochs=2", "--dropout=0.1", "--checkpoint-every=2"),
+]
+
+
+class Stop(BaseException):
+    """Ends a run in the middle, past every `except Exception`."""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("a folder") / "text.txt"
+    words = random.Random(0).choices(["rank", "ring", "send", "receive", "\n"], k=4000)
+    path.write_text(" ".join(words))
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def import_before_forks() -> None:
+    """Import what an optimizer imports late, once for all children."""
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
+
+
+def words_for(text: Path, path: Path, ranks: int, *more: str) -> list[str]:
+    """Return the command line of a small run whose steps take 8 samples."""
+    files = [f"--text={text}", f"--checkpoint={path}"]
+    return [*TINY, *files, f"--batch-size={-(-8 // ranks)}", *more]
+
+
+@contextlib.contextmanager
+def on_a_rank(words: list[str], join: Callable[[], Any]) -> Iterator[Any]:
+    """Let train.py join the ranks by `join`; yield its options."""
+    with (
+        mock.patch.object(sys, "argv", ["train.py", *words]),
+        mock.patch.object(RANKS, "join", join),
+        mock.patch.object(RANKS, "leave"),
+        # To write text takes longer than all else, and is no part of the training.
+        mock.patch.object(MODEL.GPT, "generate", return_value="text"),
+    ):
+        yield RANKS.read_options(**TRAIN.OPTIONS)
+
+
+def train(words: list[str], stop_after: int | None = None) -> str:
+    """Be a rank of the pool, perhaps for some steps only; return what it printed."""
+    output, taken, add_gradients = io.StringIO(), 0, TRAIN.add_gradients
+
+    def count_and_add(*arguments: Any) -> torch.Tensor:
+        nonlocal taken
+        if taken == stop_after:
+            raise Stop
+        taken += 1
+        return add_gradients(*arguments)
+
+    with (
+        on_a_rank(words, lambda: torch.device("cpu")) as options,
+        mock.patch.object(TRAIN, "add_gradients", count_and_add),
+        contextlib.redirect_stdout(output),
+        contextlib.suppress(Stop),
+    ):
+        TRAIN.main(options)
+    return output.getvalue()
+
+
+def content_of(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
+
+
+def values_in(content: Any) -> Iterator[Any]:
+    """Yield all that a checkpoint holds, tensors as their bytes."""
+    if isinstance(content, torch.Tensor):
+        yield content.dtype, content.shape, content.numpy().tobytes()
+    elif isinstance(content, dict):
+        for name in sorted(content, key=str):
+            yield name
+            yield from values_in(content[name])
+    elif isinstance(content, list | tuple):
+        yield len(content)
+        for one in content:
+            yield from values_in(one)
+    else:
+        yield content
+
+
+def all_in(path: Path) -> list[Any]:
+    """Return a checkpoint as one list that can be compared, bit for bit."""
+    return list(values_in(content_of(path)))
+
+
+def weights_in(path: Path) -> torch.Tensor:
+    """Return all weights of a checkpoint as one tensor."""
+    model, _ = CHECKPOINT.load_checkpoint(path)
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def steps_resumed_from(output: str) -> list[int]:
+    """Return the step that a run says it resumes from, if it says so."""
+    found = re.findall(
+        r"^checkpoint: resuming from .*, step (\d+), global batch size 8$", output, re.M
+    )
+    assert len(found) + output.count("checkpoint: none yet\n") == 1
+    return [int(step) for step in found]
+
+
+# --- Bit for bit. ----------
+
+
+# Four ranks add up in an order that depends on where a value stands in a bucket; with
+# two, a + b is b + a, and that DDP rebuilds its buckets could not be seen.
+@pytest.mark.parametrize(
+    ("world_size", "more", "stops"),
+    [
+        (2, [], [1, 2, 3, 6, 7, 11]),
+        pytest.param(2, [], [4, 5, 8, 9, 10], marks=pytest.mark.slow),
+        (2, ["--workers=2"], [3, 7]),
+        (2, ["--batch-size=2", "--grad-accum-steps=2"], [3, 8]),
+        (4, [], [3, 8]),
+        (4, ["--batch-size=1", "--grad-accum-steps=2", "--workers=1"], [7]),
+    ],
+    ids=[
+        "2 ranks",
+        "other steps",
+        "workers",
+        "accumulation",
+        "4 ranks",
+        "4 ranks, all of it",
+    ],
+)
+def test_run_stopped_anywhere_ends_with_the_same_bits(
+    worker_pool: WorkerPool,
+    text: Path,
+    tmp_path: Path,
+    world_size: int,
+    more: list[str],
+    stops: list[int],
+) -> None:
+    def run(name: str, stop_after: int | None = None) -> str:
+        words = words_for(text, tmp_path / name, world_size, *more)
+        args = (words, stop_after)
+        return worker_pool.run(train, *args, world_size=world_size)[0]
+
+    run("uninterrupted.pt")
+    uninterrupted = all_in(tmp_path / "uninterrupted.pt")
+    for stop in stops:
+        name = f"{stop}.pt"
+        run(name, stop)
+        output = run(name)
+        # Up to the first checkpoint there is nothing to resume from.
+        assert steps_resumed_from(output) == ([stop // 2 * 2] if stop >= 2 else [])
+        assert "global batch size x steps = 8 x 6 = 48 different samples" in output
+        assert all_in(tmp_path / name) == uninterrupted, stop
+    assert len(list(tmp_path.glob("[0-9]*.pt"))) == len(stops) >= 1
+
+
+def losses_and_weights(words: list[str]) -> tuple[list[str], list[torch.Tensor]]:
+    """Train on a rank of the pool; return what it said of losses, and the weights."""
+    caught: list[torch.Tensor] = []
+
+    def catch(parameters: Any) -> bool:
+        caught.extend(parameter.detach().clone() for parameter in parameters)
+        return True
+
+    with mock.patch.object(RANKS, "same_on_all_ranks", catch):
+        output = train(words)
+    return re.findall(r"^validation.*|.* loss \d.*?(?= \||$)", output, re.M), caught
+
+
+def test_checkpoints_change_nothing(
+    worker_pool: WorkerPool, text: Path, tmp_path: Path
+) -> None:
+    words = words_for(text, tmp_path / "gpt.pt", 2)
+    without = [word for word in words if not word.startswith("--checkpoint")]
+    assert len(words) - len(without) == 2
+    both = [worker_pool.run(losses_and_weights, each) for each in (words, without)]
+    assert len(both[0][0][0]) == 9 and len(both[0][0][1]) > 10
+    for (told, weights), (told_without, weights_without) in zip(*both, strict=True):
+        assert told == told_without
+        assert all(map(torch.equal, weights, weights_without))
+
+
+def test_snapshot_is_another_name_of_the_option(text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "gpt.pt"
+    options = []
+    for name in ("--checkpoint", "--snapshot"):
+        with on_a_rank([f"{name}={path}"], mock.Mock()) as read:
+            options.append(read)
+    assert options[0] == options[1] and options[0].checkpoint == path
+
+
+# --- What a checkpoint holds. ----------
+
+
+def without(entry: str, content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return a checkpoint one entry of which is as it was when the run began."""
+    content = copy.deepcopy(content)
+    training = content["training"]
+    torch.manual_seed(0)
+    model = MODEL.GPT(MODEL.GPTConfig(**content["config"]))
+    at_the_beginning = {
+        "optimizer": training["optimizer"] | {"state": {}},
+        "schedule": training["schedule"] | {"last_epoch": 0, "_step_count": 1},
+        "step": 0,
+        "seen": torch.zeros_like(training["seen"]),
+        "random": [],
+        "settings": {},
+    }
+    if entry == "model":
+        content["model"] = model.state_dict()
+    else:
+        training[entry] = at_the_beginning[entry]
+    return content
+
+
+@pytest.fixture(scope="module")
+def in_the_middle(
+    worker_pool: WorkerPool, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], list[Any]]:
+    """Return the checkpoint of step 4 of a run, and all that its last one holds."""
+    path = tmp_path_factory.mktemp("middle") / "gpt.pt"
+    worker_pool.run(train, words_for(text, path, 2), 5)
+    content = content_of(path)
+    assert content["training"]["step"] == 4
+    worker_pool.run(train, words_for(text, path, 2))
+    return content, all_in(path)
+
+
+def train_or_error(words: list[str]) -> str:
+    """Be a rank of the pool; return the error that it ends with, if there is one."""
+    try:
+        train(words)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["nothing", "model", "optimizer", "schedule", "step", "seen", "random", "settings"],
+)
+def test_each_entry_of_a_checkpoint_is_needed(
+    worker_pool: WorkerPool,
+    text: Path,
+    tmp_path: Path,
+    in_the_middle: tuple[dict[str, Any], list[Any]],
+    entry: str,
+) -> None:
+    content, end = in_the_middle
+    path = tmp_path / "gpt.pt"
+    if entry != "nothing":
+        content = without(entry, content, path)
+    torch.save(content, path)
+    if entry == "settings":
+        words = words_for(text, path, 2, "--lr=0.1")
+        assert worker_pool.run(train_or_error, words) == ["", ""]  # not refused
+    else:
+        errors = worker_pool.run(train_or_error, words_for(text, path, 2))
+        expected = {
+            "step": "6 steps of 8 samples saw 80, 48 of them different",
+            "seen": "6 steps of 8 samples saw 16, 16 of them different",
+        }
+        assert errors == [expected.get(entry, "")] * 2
+    if entry not in {"step", "seen"}:
+        assert (all_in(path) == end) == (entry == "nothing")
+
+
+def test_without_the_global_batch_size_other_ranks_take_other_steps(
+    worker_pool: WorkerPool,
+    text: Path,
+    tmp_path: Path,
+    in_the_middle: tuple[dict[str, Any], list[Any]],
+) -> None:
+    content = copy.deepcopy(in_the_middle[0])
+    # What three ranks with the batch size of the two would have.
+    content["training"]["global_batch_size"] = 12
+    path = tmp_path / "gpt.pt"
+    torch.save(content, path)
+    words = words_for(text, path, 2)
+    errors = worker_pool.run(train_or_error, words, world_size=3)
+    assert errors == ["4 steps of 12 samples saw 80, 48 of them different"] * 3
+
+
+def memory_of_start(path: Path) -> tuple[int, int]:
+    """Return how many entries a rank holds before and after it has taken them over."""
+    run, start = mock.Mock(), CHECKPOINT.Start(8, 4, path, content_of(path))
+    run.options.checkpoint, run.tally.seen = path, torch.zeros(48, dtype=torch.int32)
+    before = len(start.content)
+    CHECKPOINT.TrainingState.restore(run, start)
+    return before, len(start.content)
+
+
+def test_checkpoint_does_not_stay_in_memory(
+    worker_pool: WorkerPool,
+    tmp_path: Path,
+    in_the_middle: tuple[dict[str, Any], list[Any]],
+) -> None:
+    torch.save(in_the_middle[0], tmp_path / "gpt.pt")
+    assert worker_pool.run(memory_of_start, tmp_path / "gpt.pt") == [(5, 0)] * 2
+
+
+# --- Killed by a signal, at known moments of a write and at random ones. ----------
+
+
+def in_child(function: Callable[..., object], *arguments: Any) -> int:
+    """Fork, run `function` in the child, return how the child ended."""
+    return os.waitpid(fork(function, *arguments), 0)[1]
+
+
+def fork(function: Callable[..., object], *arguments: Any) -> int:
+    """Call `function` in a new process, which ends with status 1 if it raises."""
+    if child := os.fork():
+        return child
+    with contextlib.suppress(BaseException):
+        torch.set_num_threads(1)
+        function(*arguments)
+        os._exit(0)
+    os._exit(1)
+
+
+def join_alone() -> torch.device:
+    """Be a world of one rank, with no launcher."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return torch.device("cpu")
+
+
+def train_alone(words: list[str], output: Path | None = None) -> None:
+    """Train as a world of one rank; write down what it says."""
+    with (
+        mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1"}),
+        on_a_rank(words, join_alone) as options,
+        contextlib.redirect_stdout(io.StringIO()) as said,
+    ):
+        TRAIN.main(options)
+    if output is not None:
+        output.write_text(said.getvalue())
+
+
+def kill_me(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def half_a_save(content: Any, file: Any) -> None:
+    """Write half of a checkpoint's bytes; then be killed."""
+    whole = io.BytesIO()
+    torch.serialization.save(content, whole)
+    file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
+    file.flush()
+    kill_me()
+
+
+# By the name of a moment: whose attribute is called then, and what kills a run there.
+MOMENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "step": (TRAIN, "add_gradients", kill_me),
+    "gathering": (CHECKPOINT, "gather", kill_me),
+    "before the first byte": (torch, "save", kill_me),
+    "in the middle": (torch, "save", half_a_save),
+    "before the bytes are on the disk": (os, "fsync", kill_me),
+    "rename": (os, "replace", kill_me),
+}
+
+
+def train_until_killed(words: list[str], moment: str, call: int) -> None:
+    """Train as a world of one rank, to be killed at the n-th call of something."""
+    owner, name, kill = MOMENTS[moment]
+    function, calls = getattr(owner, name), 0
+
+    def count(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += not keywords  # torch pickles a tensor by torch.save, with a keyword
+        return (kill if calls == call else function)(*arguments, **keywords)
+
+    with mock.patch.object(owner, name, count):
+        train_alone(words)
+
+
+# Each with the step that is resumed from. Checkpoints are written after steps 2, 4, 6
+# and so on. The first takes one rename, the others two: the newest becomes the one
+# before it, and the new one the newest. Before the third there is no newest at all.
+@pytest.mark.parametrize(
+    ("moment", "call", "resumed_from"),
+    [
+        *(("step", 1, []), ("step", 7, [6])),
+        *(("gathering", 2, []), ("gathering", 4, [4])),
+        *(("before the first byte", 1, []), ("before the first byte", 3, [4])),
+        *(("in the middle", 1, []), ("in the middle", 2, [2])),
+        ("in the middle", 5, [8]),
+        ("before the bytes are on the disk", 1, []),
+        ("before the bytes are on the disk", 2, [2]),
+        *(("rename", 1, []), ("rename", 2, [2]), ("rename", 3, [2])),
+        *(("rename", 4, [4]), ("rename", 5, [4])),
+    ],
+)
+def test_run_killed_in_mid_write_ends_with_the_same_bits(
+    uninterrupted: list[Any],
+    text: Path,
+    tmp_path: Path,
+    moment: str,
+    call: int,
+    resumed_from: list[int],
+) -> None:
+    path, said = tmp_path / "gpt.pt", tmp_path / "said"
+    words = words_for(text, path, 1)
+    end = in_child(train_until_killed, words, moment, call)
+    assert os.WTERMSIG(end) == signal.SIGKILL
+    assert in_child(train_alone, words, said) == 0
+    assert steps_resumed_from(said.read_text()) == resumed_from
+    assert all_in(path) == uninterrupted
+    names = {one.name for one in tmp_path.glob("gpt.pt*")}
+    assert names == {"gpt.pt", "gpt.pt.previous"}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Return all that the last checkpoint of a world of one rank holds."""
+    path = tmp_path_factory.mktemp("uninterrupted") / "gpt.pt"
+    assert in_child(train_alone, words_for(text, path, 1)) == 0
+    return all_in(path)
+
+
+def be_launcher(words: list[str], pipe: int) -> None:
+    """Start two ranks, as torchrun does; end the other when one has ended."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [fork(be_rank, words, rank, store.port, pipe) for rank in (0, 1)]
+    _, status = os.wait()
+    if status:
+        for rank in ranks:
+            os.kill(rank, signal.SIGKILL)
+        os._exit(1)
+    assert os.wait()[1] == 0
+
+
+def be_rank(words: list[str], rank: int, port: int, pipe: int) -> None:
+    """Be one of two ranks, by the real `join`; rank 0 writes a byte at each step."""
+    place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    add_gradients = TRAIN.add_gradients
+
+    def tell_and_add(*arguments: Any) -> torch.Tensor:
+        if rank == 0:
+            os.write(pipe, b".")
+        return add_gradients(*arguments)
+
+    with (
+        on_a_rank(words, RANKS.join) as options,
+        mock.patch.object(TRAIN, "add_gradients", tell_and_add),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        TRAIN.main(options)
+
+
+def kill_one(words: list[str], victim: int, steps: int, wait: float) -> bool:
+    """Start a run; kill rank `victim`, or with 2 the launcher.
+
+    This is done a moment after the beginning of a step, so within one or in a write.
+
+    Returns whether it still ran.
+    """
+    at_parent, at_child = os.pipe()
+    launcher = fork(be_launcher, words, at_child)
+    os.close(at_child)
+    with open(at_parent, "rb") as pipe:
+        taken = pipe.read(steps)  # fewer, if the run ends before
+        processes = psutil.Process(launcher).children()
+        time.sleep(wait)
+        try:
+            pids = [process.pid for process in processes] + [launcher]
+            os.kill(pids[victim], signal.SIGKILL)
+        except (IndexError, ProcessLookupError):
+            taken = b""
+        _, status = os.waitpid(launcher, 0)
+    # A rank whose launcher has been killed ends by itself.
+    assert psutil.wait_procs(processes, timeout=30)[1] == []
+    return len(taken) == steps and status != 0
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(40, marks=pytest.mark.slow)])
+def test_run_killed_at_random_again_and_again_ends_with_the_same_bits(
+    worker_pool: WorkerPool, text: Path, tmp_path: Path, kills: int
+) -> None:
+    def words(name: str) -> list[str]:
+        more = ["--checkpoint-every=1", f"--max-epochs={3 * kills}"]
+        return words_for(text, tmp_path / name, 2, *more)
+
+    worker_pool.run(train, words("uninterrupted.pt"), timeout=120)
+    path, found, in_a_write = tmp_path / "killed.pt", [0], 0
+    for kill in range(kills):
+        wait = random.uniform(0, 0.03)
+        # Rank 0 writes; 2 is the launcher.
+        assert kill_one(words("killed.pt"), (0, 2, 1, 0)[kill % 4], 4, wait)
+        in_a_write += path.with_name("killed.pt.tmp").exists()
+        whole = [one for one in (path, CHECKPOINT.previous(path)) if one.exists()]
+        found.append(content_of(whole[0])["training"]["step"] if whole else 0)
+    assert found == sorted(found) and found[-1] > kills
+    print(f"{kills} kills, {in_a_write} in a write; resumed from steps {found}")
+    assert in_a_write > 0 or kills < 40
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    assert in_child(be_launcher, words("killed.pt"), nowhere) == 0
+    assert all_in(path) == all_in(tmp_path / "uninterrupted.pt")
+
+
+# --- Who takes which sample: on any number of ranks, from any step. ----------
+
+
+def sampled(
+    samples: int, global_batch_size: int, batch_size: int, start: tuple[int, int]
+) -> list[list[int]]:
+    """Return the micro-batches of this rank, from a step to the end of its epoch."""
+    sampler = DATA.StepSampler(samples, global_batch_size, batch_size, seed=5)
+    sampler.start_at(*start)
+    return list(sampler)
+
+
+def sampled_by_torch(samples: int, batch_size: int, epoch: int) -> list[list[int]]:
+    """Return what `DistributedSampler` assigns to this rank."""
+    dataset = TensorDataset(torch.zeros(samples))
+    sampler = DistributedSampler(dataset, seed=5, drop_last=True)
+    sampler.set_epoch(epoch)
+    mine = list(sampler)
+    return [mine[i : i + batch_size] for i in range(0, len(mine), batch_size)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_samples_are_those_of_distributed_sampler(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    for epoch in (0, 3):
+        args = (48, 4 * world_size, 4, (epoch, 0))
+        ours = worker_pool.run(sampled, *args, world_size=world_size)
+        args = (48, 4, epoch)
+        theirs = worker_pool.run(sampled_by_torch, *args, world_size=world_size)
+        assert len(ours) == world_size and len(ours[0]) == 12 // world_size
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_step_keeps_its_samples_on_any_number_of_ranks(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    args = (40, 10, 10, (1, 0))
+    (alone,) = worker_pool.run(sampled, *args, world_size=1)
+    args = (40, 10, 3, (1, 0))
+    by_rank = worker_pool.run(sampled, *args, world_size=world_size)
+    assert len(alone) == 4 and len(by_rank) == world_size
+    found, sizes = [], []
+    for step in range(4):
+        everything = []
+        for batches in by_rank:
+            count = len(batches) // 4
+            mine = batches[step * count : (step + 1) * count]
+            sizes += [len(batch) for batch in mine]
+            everything += [index for batch in mine for index in batch]
+        found.append(sorted(everything))
+    assert found == [sorted(batch) for batch in alone]
+    assert sum(sizes) == 40 and set(sizes) <= {1, 2, 3}
+
+
+def test_sampler_begins_at_any_step(worker_pool: WorkerPool) -> None:
+    whole = worker_pool.run(sampled, 42, 8, 2, (1, 0))
+    # Two micro-batches of 2 samples each in a step; two samples are left out.
+    assert [len(batches) for batches in whole] == [5 * 2] * 2
+    for step in range(5):
+        rest = worker_pool.run(sampled, 42, 8, 2, (1, step))
+        assert rest == [batches[2 * step :] for batches in whole]
+    assert worker_pool.run(sampled, 42, 8, 2, (2, 0)) != whole
+
+
+def test_membership_changes_and_the_steps_stay_the_same(
+    worker_pool: WorkerPool, text: Path, tmp_path: Path
+) -> None:
+    def words(name: str) -> list[str]:
+        options = words_for(text, tmp_path / name, 2)
+        return [one for one in options if "dropout" not in one]
+
+    worker_pool.run(train, words("uninterrupted.pt"), world_size=2)
+    # 8 samples over 3 ranks are 3, 3 and 2; one rank takes two micro-batches of 4.
+    for ranks, stop, step in ((2, 3, []), (3, 4, [2]), (1, 3, [6]), (4, None, [8])):
+        outputs = worker_pool.run(train, words("a.pt"), stop, world_size=ranks)
+        assert steps_resumed_from(outputs[0]) == step
+    counted = "epoch 1 | global batch size x steps = 8 x 6 = 48 different samples"
+    assert counted in outputs[0]
+    same, changed = (
+        weights_in(tmp_path / "uninterrupted.pt"),
+        weights_in(tmp_path / "a.pt"),
+    )
+    # The same sums in another order, passed twelve times through AdamW, which divides
+    # small gradients by themselves; a wrong weight of a shard is off by far more.
+    assert not torch.equal(same, changed)
+    assert (same - changed).abs().max() < 2e-4
+    told = [
+        content_of(tmp_path / name)["validation_loss"]
+        for name in ("uninterrupted.pt", "a.pt")
+    ]
+    assert told[0] == pytest.approx(told[1], abs=1e-4)
+
+
+def end_of_epoch(by_rank: list[list[int]]) -> str:
+    """End an epoch in which each rank has seen some samples; return what is said."""
+    sampler = DATA.StepSampler(8, 4, 2, seed=0)
+    tally = DATA.Tally(range(8), sampler)
+    tally.seen += torch.tensor(by_rank[dist.get_rank()])
+    tally.sums = [torch.ones(()), torch.ones(())]
+    try:
+        return tally.end(2)[-1]
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_sample_lost_or_counted_twice_is_found(worker_pool: WorkerPool) -> None:
+    sound = [[1, 0, 1, 0, 1, 0, 1, 0], [0, 1, 0, 1, 0, 1, 0, 1]]
+    lost = [sound[0], [0] * 8]
+    twice = [sound[0], [1, 1, 0, 1, 0, 1, 0, 0]]
+    said = [worker_pool.run(end_of_epoch, one) for one in (sound, lost, twice)]
+    assert said[0] == ["global batch size x steps = 4 x 2 = 8 different samples"] * 2
+    assert said[1] == ["2 steps of 4 samples saw 4, 4 of them different"] * 2
+    assert said[2] == ["2 steps of 4 samples saw 8, 7 of them different"] * 2
+
+
+def complaint_of_steps(steps: list[int]) -> str:
+    """Agree on the step of this rank; return what is said if that cannot be."""
+    errors = io.StringIO()
+    with (
+        mock.patch.object(RANKS.time, "sleep"),
+        mock.patch.object(sys, "argv", ["train.py"]),
+        contextlib.redirect_stderr(errors),
+        contextlib.suppress(SystemExit),
+    ):
+        CHECKPOINT.agree_on_step(steps[dist.get_rank()])
+    return errors.getvalue()
+
+
+def test_ranks_that_find_different_checkpoints_stop(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(complaint_of_steps, [4, 4]) == ["", ""]
+    said = worker_pool.run(complaint_of_steps, [4, 0])
+    line = (
+        "train.py: the ranks find checkpoints of steps [4, 0]: --checkpoint must name "
+        "a file that all machines share\n"
+    )
+    assert said == [line, line]
+
+
+# --- Damaged, foreign and other bad input: one line, status 2. ----------
+
+
+def complaint(words: list[str], world_size: int = 1) -> str:
+    """Start train.py up to its refusal; return the one line that it printed."""
+    errors = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": str(world_size)}),
+        contextlib.redirect_stderr(errors),
+        pytest.raises(SystemExit) as stopped,
+        on_a_rank(words, mock.Mock(side_effect=AssertionError)) as options,
+    ):
+        inspect.unwrap(TRAIN.main)(options)
+    assert stopped.value.code == 2
+    line, end = errors.getvalue().split("\n", 1)
+    assert end == "" and line.startswith("train.py: ")
+    return line.removeprefix("train.py: ")
+
+
+def damage(path: Path, how: str) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(
+        {"cut": whole[: len(whole) // 2], "empty": b"", "other": b"x" * 99}[how]
+    )
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "other"])
+def test_damaged_newest_checkpoint_makes_way_for_the_one_before(
+    worker_pool: WorkerPool,
+    text: Path,
+    tmp_path: Path,
+    in_the_middle: tuple[dict[str, Any], list[Any]],
+    how: str,
+) -> None:
+    path = tmp_path / "gpt.pt"
+    words = words_for(text, path, 2)
+    worker_pool.run(train, words, 8)
+    damage(path, how)
+    output, silence = worker_pool.run(train, words)
+    damaged = f"checkpoint: {path} is damaged and now called {path}.damaged\n"
+    resuming = f"resuming from {path}.previous, step 6, global batch size 8\n"
+    assert f"{damaged}checkpoint: {resuming}" in output and silence == ""
+    assert all_in(path) == in_the_middle[1]
+    assert {one.name for one in tmp_path.glob("*")} == {
+        *("gpt.pt", "gpt.pt.previous", "gpt.pt.damaged")
+    }
+
+
+def test_what_cannot_be_resumed_is_refused(
+    text: Path,
+    tmp_path: Path,
+    in_the_middle: tuple[dict[str, Any], list[Any]],
+) -> None:
+    path = tmp_path / "gpt.pt"
+    words = words_for(text, path, 1)
+    path.write_bytes(b"no checkpoint")
+    way_out = "damaged, or no checkpoint; move it away to train from the beginning"
+    assert complaint(words) == f"{path}: {way_out}"
+    (tmp_path / "gpt.pt.previous").write_bytes(b"")
+    assert complaint(words) == f"{path} and {path}.previous: {way_out}"
+    assert path.read_bytes() == b"no checkpoint"  # nothing was moved or written
+    weights_alone = {k: v for k, v in in_the_middle[0].items() if k != "training"}
+    torch.save(weights_alone, path)
+    assert complaint(words) == (
+        f"{path} holds weights alone, which is too little to resume; give --checkpoint "
+        "another name"
+    )
+    torch.save({"model": {}}, path)
+    assert complaint(words) == f"{path} and {path}.previous: {way_out}"
+    torch.save(in_the_middle[0], path)
+    assert complaint([*words, "--batch-size=4"], 9) == (
+        "9 rank(s) with a global batch size of 8, and an epoch of 48 samples: use "
+        "fewer ranks or a smaller --batch-size"
+    )
+
+
+def test_path_that_cannot_be_written_is_refused(text: Path, tmp_path: Path) -> None:
+    words = [*TINY, f"--text={text}"]
+    missing = "--checkpoint=missing/gpt.pt"
+    assert complaint([*words, missing]) == f"{missing}: there is no folder missing"
+    folder = f"--checkpoint={tmp_path}"
+    assert complaint([*words, folder]) == f"{folder} is a folder; name a file in it"
+    with mock.patch.object(os, "access", return_value=False):
+        path = f"--checkpoint={tmp_path / 'gpt.pt'}"
+        assert complaint([*words, path]) == f"{path}: cannot write in {tmp_path}"
+    assert complaint(["--checkpoint-every=0"]) == (
+        "argument --checkpoint-every/--checkpoint_every: '0' is no number from 1 to "
+        "1000000000"
+    )
+
+
+def test_disk_that_is_full_leaves_both_checkpoints(
+    tmp_path: Path, in_the_middle: tuple[dict[str, Any], list[Any]]
+) -> None:
+    path = tmp_path / "gpt.pt"
+    for step in (2, 4):
+        CHECKPOINT.write_whole(path, {"step": step})
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        mock.patch.object(os, "fsync", side_effect=full),
+        pytest.raises(OSError, match="No space left"),
+    ):
+        CHECKPOINT.write_whole(path, in_the_middle[0])
+    assert content_of(path) == {"step": 4}
+    assert content_of(CHECKPOINT.previous(path)) == {"step": 2}
+
+
+@pytest.mark.parametrize(
+    ("shared", "restarts", "is_refused"),
+    [("True", "3", True), ("True", "0", False), ("False", "3", False)],
+)
+def test_restarts_that_would_meet_dead_ranks_are_refused(
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shared: str,
+    restarts: str,
+    is_refused: bool,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    if not is_refused:
+        CHECKPOINT.check_restarts()
+        return
+    assert complaint([*TINY, f"--text={text}"]) == (
+        "ranks that are started again would find the addresses of dead ones; first "
+        "type: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    )
+    # If torch has changed this, the script need not refuse any more.
+    source = inspect.getsource(DynamicRendezvousHandler.next_rendezvous)
+    assert "self._bootstrap_store_info is None or" in source
+
+
+@pytest.mark.parametrize(
+    ("option", "had"),
+    [
+        *(("--lr=0.1", "0.003"), ("--seed=3", "0"), ("--samples=40", "48")),
+        *(("--max-epochs=9", "2"), ("--max-steps=5", "1000000000")),
+        *(("--amp", "False"), ("--text=tests/test_ddp_fault_tolerance.py", "{text}")),
+    ],
+)
+def test_run_with_other_settings_is_not_resumed(
+    text: Path,
+    tmp_path: Path,
+    in_the_middle: tuple[dict[str, Any], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+    had: str,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    path = tmp_path / "gpt.pt"
+    torch.save(in_the_middle[0], path)
+    before = path.read_bytes()
+    name, _, value = option.partition("=")
+    assert complaint([*words_for(text, path, 1), option]) == (
+        f"{path} comes from a run with {name}={had.format(text=text)}, this one has "
+        f"{value or True}; move it away to train from the beginning"
+    )
+    assert path.read_bytes() == before
+
+
+def test_run_of_another_model_is_not_resumed(
+    text: Path, tmp_path: Path, in_the_middle: tuple[dict[str, Any], list[Any]]
+) -> None:
+    path = tmp_path / "gpt.pt"
+    torch.save(in_the_middle[0], path)
+    line = complaint([*words_for(text, path, 1), "--width=32"])
+    assert line.startswith(f"{path} belongs to a model of GPTConfig(block_size=16, ")
+    assert line.endswith("give --checkpoint another name")
+
+
+def test_what_may_differ_when_a_run_is_resumed(
+    worker_pool: WorkerPool,
+    text: Path,
+    tmp_path: Path,
+    in_the_middle: tuple[dict[str, Any], list[Any]],
+) -> None:
+    path = tmp_path / "gpt.pt"
+    torch.save(in_the_middle[0], path)
+    more = ["--batch-size=3", "--workers=1", "--checkpoint-every=5"]
+    output = worker_pool.run(train, words_for(text, path, 2, *more))[0]
+    assert steps_resumed_from(output) == [4]
+    assert "global batch size x steps = 8 x 6 = 48 different samples" in output
+
+
+def test_middle_of_a_run_writes_text_and_has_no_loss_to_compare(
+    tmp_path: Path, in_the_middle: tuple[dict[str, Any], list[Any]]
+) -> None:
+    path = tmp_path / "gpt.pt"
+    torch.save(in_the_middle[0], path)
+    assert in_the_middle[0]["validation_loss"] is None
+    generate = ROOT / "03_ddp_torchrun" / "generate.py"
+    result = python(generate, f"--checkpoint={path}", "--length=9", timeout=60)
+    assert result.returncode == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[-1] == (
+        f"{path} comes from the middle of a run: no validation loss to compare with"
+    )
+
+
+# --- The scripts of the room. ----------
+
+
+def test_left_out_py_shows_what_each_entry_is_for(worker_pool: WorkerPool) -> None:
+    world_size = 3  # the page shows two
+    printed, *silence = worker_pool.run(
+        run_lesson, PLACE, "left_out", world_size=world_size, timeout=60
+    )
+    assert silence == [""] * (world_size - 1)
+    table = dict(
+        (entry, (float(off), samples))
+        for entry, off, samples in re.findall(
+            r"^(\w+) +([\d.]+e[+-]\d+)  (.+)$", printed, re.M
+        )
+    )
+    everything = 64 * world_size
+    per_step = everything // 8
+    sound = (
+        f"global batch size x steps = {per_step} x 8 = {everything} different samples"
+    )
+    saw = f"8 steps of {per_step} samples saw"
+    half = everything // 2
+    expected = dict.fromkeys(["model", "optimizer", "schedule", "random"], sound)
+    expected["step"] = f"{saw} {everything + half}, {everything} of them different"
+    assert table.pop("nothing") == (0, sound)
+    assert table.pop("seen") == (0, f"{saw} {half}, {half} of them different")
+    assert {entry: samples for entry, (_, samples) in table.items()} == expected
+    assert min(off for off, _ in table.values()) > 1e-4
+    claim = "check: the same bits with all 6 entries, wrong without any one\n"
+    assert printed.endswith(claim)
+
+
+@pytest.mark.parametrize("script", ["crashes", "world_changes"])
+def test_what_starts_ranks_refuses_to_be_one(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{script}.py"])
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as stopped:
+        ROOM[script].main()
+    assert stopped.value.code == 2
+    start = "start it with python, not torchrun: it starts its own processes"
+    assert capsys.readouterr().err == f"{script}.py: {start}\n"
+
+
+def test_crashes_py_refuses_more_kills_than_there_is_time_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["crashes.py", "--kills=4"])
+    with pytest.raises(SystemExit) as stopped:
+        CRASHES.main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == (
+        "crashes.py: 4 kills take 75 steps or more; give more --steps\n"
+    )
+
+
+def test_crashes_py_counts_what_differs(
+    tmp_path: Path, in_the_middle: tuple[dict[str, Any], list[Any]]
+) -> None:
+    content, paths = in_the_middle[0], (tmp_path / "a.pt", tmp_path / "b.pt")
+    everything = sum(
+        one[1].numel() for one in values_in(content) if isinstance(one, tuple)
+    )
+    for path in paths:
+        torch.save(content, path)
+    assert CRASHES.different_values(*paths) == (0, everything)
+    changed = copy.deepcopy(content)
+    changed["model"]["final_norm.bias"][3] += 1 / 3  # in all four bytes
+    changed["training"]["optimizer"]["state"][0]["step"] += 1
+    changed["training"]["random"][1][0][7] += 1
+    torch.save(changed, paths[1])
+    assert CRASHES.different_values(*paths) == (3, everything)
+    changed["training"]["random"].pop()
+    torch.save(changed, paths[1])
+    with pytest.raises(ValueError, match="shorter"):
+        CRASHES.different_values(*paths)
+
+
+LINES = ["ranks: 2, threads for each: 1", "checkpoint: none yet"]
+LINES += ["ranks: 3, threads for each: 1"]
+LINES += ["checkpoint: resuming from run.pt, step 16, global batch size 64"]
+LINES += ["epoch 0 | global batch size x steps = 64 x 32 = 2048 different samples"]
+LINES += ["ranks: 2, threads for each: 1"]
+LINES += ["checkpoint: resuming from run.pt, step 40, global batch size 64"]
+LINES += ["epoch 1 | global batch size x steps = 64 x 32 = 2048 different samples"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "is_right"),
+    [
+        (LINES, True),
+        (LINES[:4] + LINES[5:], False),
+        (LINES[:4] + LINES[5:7], False),
+        (LINES[:5], False),
+        (LINES[:2] + LINES[5:], False),
+        (
+            [
+                line.replace("40, global batch size 64", "40, global batch size 96")
+                for line in LINES
+            ],
+            False,
+        ),
+        ([line.replace("64 x 32", "96 x 32") for line in LINES], False),
+        ([line.replace("2048", "2047") for line in LINES], False),
+    ],
+    ids=[
+        *("sound", "an epoch lost", "no epoch", "nobody left", "nobody came"),
+        *("batch size", "batch size of an epoch", "a sample lost"),
+    ],
+)
+def test_world_changes_py_finds_what_is_wrong(
+    broken: list[str], is_right: bool
+) -> None:
+    found, result = WORLD_CHANGES.what_ranks_said(broken)
+    assert found == is_right
+    if is_right:
+        assert result == (
+            "worlds of 2, 3, 2 ranks, global batch size 64, 2 epoch(s) of 2048 "
+            "different samples"
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_no_rank_outlives_its_script(end: signal.Signals, tmp_path: Path) -> None:
+    # Killed, the script ends its torchrun by setpriv; interrupted, by itself.
+    path = {"PATH": os.environ["PATH"] if end == signal.SIGKILL else ""}
+    process = subprocess.Popen(
+        [sys.executable, ROOT / PLACE / "crashes.py", "--kills=5", "--steps=2000"],
+        stdout=subprocess.PIPE,
+        env=clean_environment(TMPDIR=str(tmp_path), **path),
+        start_new_session=True,
+        # What a script starts in the background ignores Ctrl-C; here it must not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    started: list[psutil.Process] = []
+    try:
+        give_up = time.monotonic() + 60
+        while not list(tmp_path.glob("*/*.pt")) and time.monotonic() < give_up:
+            time.sleep(0.1)
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert len(started) == 3  # torchrun and two ranks
+        process.send_signal(end)
+        assert process.wait(timeout=30) == (130 if end == signal.SIGINT else -end)
+        assert psutil.wait_procs(started, timeout=10)[1] == []
+        # Only a script that ends by itself can clear away its folder.
+        assert len(list(tmp_path.iterdir())) == (end == signal.SIGKILL)
+    finally:
+        for one in [*started, process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.communicate()

@@ -1,0 +1,87 @@
+"""Chapter 03's minimal.py: forty-five lines that train as one process does."""
+
+import contextlib
+import io
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from scripts import load_chapter
+from worker_pool import WorkerPool
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def train(script: str, samples: int = 256) -> tuple[dict[str, torch.Tensor], str]:
+    """Run a script on this rank of the pool; return what it saves and prints.
+
+    It joins no group, since the pool has one, and sees fewer samples.
+    """
+    module: Any = load_chapter("03_ddp_torchrun")[script]
+    dataset, output, saved = module.WindowDataset, io.StringIO(), {}
+    local_size = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+    with (
+        mock.patch.dict(os.environ, local_size),
+        mock.patch.object(torch.distributed, "init_process_group"),
+        mock.patch.object(torch.distributed, "destroy_process_group"),
+        mock.patch.object(torch, "save", lambda state, path: saved.update(state)),
+        mock.patch.object(
+            module,
+            "WindowDataset",
+            lambda text, block_size, samples: dataset(text, 128, min(samples, 256)),
+        ),
+        contextlib.redirect_stdout(output),
+    ):
+        module.main()
+    return {name: value.clone() for name, value in saved.items()}, output.getvalue()
+
+
+def both_ways() -> tuple[float, str, str, int]:
+    """Train in one process, then on all ranks; return how far apart they end."""
+    alone, said_alone = train("one_process")
+    together, said = train("minimal")
+    apart = [(together[name] - alone[name]).abs().max().item() for name in together]
+    return max(apart, default=0.0), said_alone, said, len(apart)
+
+
+def test_two_ranks_train_as_one_process(worker_pool: WorkerPool) -> None:
+    (apart, said_alone, said, tensors), other = worker_pool.run(both_ways, world_size=2)
+    assert tensors == 25
+    assert apart < 1e-5
+    assert said.splitlines()[0].startswith("step  4 | loss 3.")
+    assert said == said_alone
+    # Rank 1 neither prints nor saves.
+    assert (other[2], other[3]) == ("", 0)
+
+
+@pytest.mark.parametrize("lost", ["all_reduce in backward", "sampler"])
+def test_a_line_that_is_missing_shows(worker_pool: WorkerPool, lost: str) -> None:
+    (apart, *_), _ = worker_pool.run(without, lost, world_size=2)
+    assert apart > 1e-3
+
+
+def without(lost: str) -> tuple[float, str, str, int]:
+    """Train as `both_ways` does, with one line of minimal.py left out."""
+    module: Any = load_chapter("03_ddp_torchrun")["minimal"]
+    if lost == "sampler":
+        name, replaced = "DistributedSampler", lambda data, drop_last: None
+    else:
+        name, replaced = "DistributedDataParallel", Unwrapped
+    with mock.patch.object(module, name, replaced):
+        return both_ways()
+
+
+class Unwrapped(torch.nn.Module):
+    """A wrapper like DDP that communicates nothing."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        """Keep the module under DDP's name for it."""
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Call the module."""
+        return self.module(*inputs)
