@@ -23,15 +23,15 @@ def ring_all_reduce(tensor: torch.Tensor) -> int:
     chunks = tensor.view(-1).tensor_split(n)
     sent = 0
     for step in range(2 * (n - 1)):
-        outgoing, mine = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
-        incoming = torch.empty_like(mine)
-        # Either order is right. Data can travel once the receive is posted.
+        outgoing, target = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
+        incoming = torch.empty_like(target)
+        # Either order is right. Data can travel once the receive has been started.
         receive = dist.P2POp(dist.irecv, incoming, left)
         send = dist.P2POp(dist.isend, outgoing, right)
         for work in dist.batch_isend_irecv([receive, send]):
             work.wait()
         sent += outgoing.nbytes
-        mine.copy_(mine + incoming if step < n - 1 else incoming)
+        target.copy_(target + incoming if step < n - 1 else incoming)
     return sent
 
 

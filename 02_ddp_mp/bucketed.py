@@ -89,7 +89,7 @@ class BucketedDDP(NaiveDDP):
         for ready in self.buckets[self.started :]:
             if ready.missing:
                 break
-            ready.work = dist.all_reduce(ready.flat, async_op=True)
+            ready.work = dist.all_reduce(ready.flat, async_op=True)  # `put` divides
             self.started += 1
 
     def average_gradients(self) -> None:

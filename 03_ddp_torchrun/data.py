@@ -181,8 +181,8 @@ class StepLoader:
         self.sampler = StepSampler(
             len(dataset), global_batch_size, options.batch_size, options.seed
         )
-        # A worker draws its seed from here. Left to the global generator, which the
-        # ranks seed alike, worker 0 of all ranks would draw the same random numbers.
+        # A worker draws its seed from here. From a global generator that all ranks have
+        # seeded alike, worker 0 of all ranks would draw the same random numbers.
         generator = torch.Generator().manual_seed(options.seed + dist.get_rank())
         self.loader = DataLoader(
             dataset,

@@ -33,9 +33,9 @@ def main() -> None:
         loss.backward()  # all-reduces the gradients
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(mean_loss := loss.detach(), op=dist.ReduceOp.AVG)
+        dist.all_reduce(loss.detach(), op=dist.ReduceOp.AVG)  # in place: now the mean
         if step % 4 == 0 and dist.get_rank() == 0:
-            print(f"step {step:2} | loss {mean_loss.item():.3f}")
+            print(f"step {step:2} | loss {loss.item():.3f}")
     if dist.get_rank() == 0:
         torch.save(model.module.state_dict(), "model.pt")
 

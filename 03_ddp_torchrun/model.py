@@ -54,7 +54,7 @@ class Block(nn.Module):
         D = config.width
         self.head_size = D // config.heads
         self.attention_norm = nn.LayerNorm(D)
-        # Three matrices and not one of 3D: each can be split by heads (chapter 07).
+        # Three matrices and not one of 3D: each can be split by heads.
         self.query = nn.Linear(D, D, bias=False)
         self.key = nn.Linear(D, D, bias=False)
         self.value = nn.Linear(D, D, bias=False)

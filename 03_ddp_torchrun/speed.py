@@ -92,7 +92,7 @@ def main() -> None:
     mean = gradient(built[ALONE][0], options)
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
     found = [gradient(built[way][0], options) for way in (DEFAULT, TRAIN)]
-    error = max(float((g - mean).abs().max() / mean.abs().max()) for g in found)
+    error = (torch.stack(found) - mean).abs().max().item() / mean.abs().max().item()
 
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     # In turn, so that a machine that slows down for a while does so for all of them.

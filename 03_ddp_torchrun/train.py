@@ -61,13 +61,13 @@ def lr_factor(step: int, total_steps: int) -> float:
 
 
 def add_gradients(
-    forward: Any, ddp_model: DDP, micro_batches: list, batch_size: int, amp: bool
+    forward: Any, ddp_model: DDP, micro_batches: list, global_batch_size: int, amp: bool
 ) -> Tensor:
     """Run a step's forward and backward passes; return this rank's sum of losses.
 
     `forward` is `ddp_model`, perhaps compiled. A micro-batch is (indices, inputs,
     labels), the last two (B, T). Every rank calls this with its own; then all hold the
-    gradient of the mean loss over `batch_size`, the samples of all ranks.
+    gradient of the mean loss over the `global_batch_size` samples of all ranks.
     """
     device = next(ddp_model.parameters()).device
     loss_sum = torch.zeros((), device=device)
@@ -78,7 +78,7 @@ def add_gradients(
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 loss = forward(inputs, labels) * len(inputs)
             # DDP will divide the sum over ranks by their number.
-            (loss / batch_size * dist.get_world_size()).backward()
+            (loss / global_batch_size * dist.get_world_size()).backward()
         loss_sum += loss.detach()
     return loss_sum
 
@@ -95,8 +95,8 @@ def main(options: argparse.Namespace) -> None:
             torch.compile(torch.exp)(torch.ones(1))
     except (OSError, ValueError, RuntimeError) as error:
         ranks.fail(str(error).splitlines()[0])
-    batch_size = start.global_batch_size
-    epoch_steps = len(train_set) // batch_size
+    global_batch = start.global_batch_size
+    epoch_steps = len(train_set) // global_batch
     total_steps = min(options.max_epochs * epoch_steps, options.max_steps)
     device = ranks.join()
     checkpoint.agree_on_step(start.step)
@@ -112,7 +112,7 @@ def main(options: argparse.Namespace) -> None:
         model.parameters(), options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
     schedule = LambdaLR(optimizer, partial(lr_factor, total_steps=total_steps))
-    loader = data.StepLoader(train_set, batch_size, options, device)
+    loader = data.StepLoader(train_set, global_batch, options, device)
     tally = data.Tally(train_set, loader.sampler)
     run = checkpoint.TrainingState(model, optimizer, schedule, tally, options)
     checkpoint.settle_buckets(ddp_model, *(t.to(device) for t in held_out.batch([0])))
@@ -128,7 +128,7 @@ def main(options: argparse.Namespace) -> None:
         steps = min(epoch_steps, total_steps - epoch * epoch_steps)
         tally.start()
         for step, batches in enumerate(loader.steps(epoch, first, steps), first + 1):
-            loss = add_gradients(forward, ddp_model, batches, batch_size, options.amp)
+            loss = add_gradients(forward, ddp_model, batches, global_batch, options.amp)
             # Every rank holds the same gradient, so all of them clip it alike.
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
             optimizer.step()

@@ -155,7 +155,7 @@ def ring_that_adds_before_it_waits() -> list[bool]:
         "        for work in dist.batch_isend_irecv([receive, send]):\n"
         "            work.wait()\n"
     )
-    late = "        mine.copy_(mine + incoming if step < n - 1 else incoming)\n"
+    late = "        target.copy_(target + incoming if step < n - 1 else incoming)\n"
     assert source.count(early) == source.count(late) == 1
     source = source.replace(
         early, "        works = dist.batch_isend_irecv([receive, send])\n"
