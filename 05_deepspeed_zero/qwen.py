@@ -3,6 +3,9 @@
 import argparse
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
@@ -13,10 +16,15 @@ import torch
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
-from data import read_text, to_tokens
-from start import ranks_on_this_machine, refuse
+from ranks import fail
+from text import global_batch, read_text, to_tokens
 
-BYTES_PER_VALUE = 4  # float32
+# What a script passes to `ranks.read_options`, and `model_and_batches` reads.
+MODEL_OPTIONS: dict[str, dict[str, Any]] = {
+    "precision": {"choices": ["bf16", "fp32"], "default": "bf16"},
+    "model": {"metavar": "PATH_OR_NAME", "help": "a Hugging Face checkpoint to train"},
+    "text": {"type": Path, "help": "a text file of your own"},
+}
 
 
 def small_config() -> Qwen2Config:
@@ -51,23 +59,19 @@ def count_parameters(model: torch.nn.Module) -> int:
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
 
 
-def bytes_per_rank(parameters: int, stage: int, world_size: int) -> int:
-    """Bytes that float32 training with Adam keeps on one rank, without activations.
+def bytes_per_rank(parameters: int, value: int, stage: int, world_size: int) -> int:
+    """Bytes that training with Adam keeps on one rank, without activations.
 
-    Weights and gradients take 4 bytes a parameter each and Adam's two states 8. Stage 1
-    divides the states among the ranks, stage 2 the gradients too, stage 3 all of it
-    (Rajbhandari et al., ZeRO, 2020, figure 1, there with 2 + 2 + 12 bytes in mixed
-    precision). DeepSpeed's master copy of the weights in stages 1 to 3 is one more
-    divided 4 bytes. All ranks read the whole checkpoint at the start, so that no stage
-    takes less than its weights.
+    Weights and gradients take `value` bytes a parameter each, 2 in bf16, and the
+    optimizer state 12: master weights and two moments in fp32. Stage 1 partitions the
+    optimizer state, stage 2 the gradients too, stage 3 all of it (Rajbhandari et al.,
+    ZeRO, 2020, figure 1). In fp32 too DeepSpeed has master weights, but not in stage 0.
+    All ranks first read the whole checkpoint, in fp32.
     """
-    weights = gradients = BYTES_PER_VALUE * parameters
-    states = 2 * BYTES_PER_VALUE * parameters
-    if stage == 0:
-        return weights + gradients + states
-    divided = states + weights + (gradients if stage >= 2 else 0)
-    kept = 0 if stage == 3 else weights + (gradients if stage == 1 else 0)
-    return max(weights, kept + divided // world_size)
+    whole = {0: 16, 1: 2 * value, 2: value, 3: 0}[stage]
+    partitioned = 2 * value + 12 - whole if stage else 0
+    kept = whole * parameters + partitioned * parameters // world_size
+    return max(4 * parameters, kept)
 
 
 def free_bytes(device: torch.device, local_world_size: int) -> int:
@@ -78,14 +82,14 @@ def free_bytes(device: torch.device, local_world_size: int) -> int:
 
 
 def fits_or_raise(
-    name: str, parameters: int, stage: int, world_size: int, available: int
+    name: str, parameters: int, value: int, stage: int, world_size: int, available: int
 ) -> None:
     """Say before anything is allocated that a model is too large, and what would fit.
 
     Raises:
         ValueError: one line with the model's size, the room, and a way out.
     """
-    needed = bytes_per_rank(parameters, stage, world_size)
+    needed = bytes_per_rank(parameters, value, stage, world_size)
     if needed <= available:
         return
     per_parameter = needed / parameters
@@ -99,12 +103,13 @@ def fits_or_raise(
 
 
 def load_checkpoint(
-    source: str, stage: int, world_size: int, available: int
+    source: str, value: int, stage: int, world_size: int, available: int
 ) -> tuple[Any, Any]:
     """Read a Hugging Face checkpoint and its tokenizer, in float32.
 
     Args:
         source: a folder that `save_pretrained` wrote, or a name on the hub.
+        value: bytes of a weight and of a gradient in training.
         stage: the ZeRO stage that it is to be trained with.
         world_size: the ranks that will share it.
         available: bytes that one rank may take.
@@ -139,7 +144,8 @@ def load_checkpoint(
     except ValueError as error:
         kind = ", ".join(kinds) or type(config).__name__
         give_up(f"{kind} is not a causal language model", error)
-    fits_or_raise(source, count_parameters(shapes), stage, world_size, available)
+    parameters = count_parameters(shapes)
+    fits_or_raise(source, parameters, value, stage, world_size, available)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         if not tokenizer("a")["input_ids"]:
@@ -155,27 +161,42 @@ def load_checkpoint(
     return model, tokenizer
 
 
-def model_and_tokens(
-    args: argparse.Namespace, stage: int, device: torch.device, block_size: int
-) -> tuple[Any, torch.Tensor]:
+def model_and_batches(
+    options: argparse.Namespace,
+    stage: int,
+    device: torch.device,
+    samples: int,
+    block_size: int,
+) -> tuple[Any, Callable[[int], torch.Tensor]]:
     """Load what the command line asks for: the model, and the text in its tokens.
 
     This ends the program with one line if it cannot be done, before the ranks meet.
 
     Args:
-        args: with `model` and `text`, both None for the defaults.
+        options: with MODEL_OPTIONS; `model` and `text` are None for the defaults.
         stage: the ZeRO stage, which decides what fits.
         device: where the model will train; it is loaded on the CPU.
+        samples: of each rank in a step.
         block_size: tokens in a sample.
+
+    Returns:
+        The model, and what returns the global batch of a step, for all ranks together:
+        token numbers of shape (samples x ranks, block_size).
     """
     world_size = int(os.environ["WORLD_SIZE"])
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     try:
-        text = read_text(args.text)
-        if args.model is None:
+        text = read_text(options.text)
+        if options.model is None:
             model, tokenizer = small_model(), None
         else:
-            room = free_bytes(device, ranks_on_this_machine())
-            model, tokenizer = load_checkpoint(args.model, stage, world_size, room)
-        return model, to_tokens(text, tokenizer, block_size)
+            available = free_bytes(device, local_world_size)
+            value = 2 if options.precision == "bf16" else 4
+            model, tokenizer = load_checkpoint(
+                options.model, value, stage, world_size, available
+            )
+        tokens = to_tokens(text, tokenizer, block_size)
     except ValueError as error:
-        refuse(str(error))
+        fail(str(error))
+    samples *= world_size
+    return model, partial(global_batch, tokens, samples=samples, block_size=block_size)

@@ -1,35 +1,32 @@
-"""ZeRO stage 2: as stage 1, and a rank keeps the gradients of its share only.
+"""ZeRO stage 2: as stage 1, and a rank keeps the gradients of its partition only.
 
 Run: deepspeed --num_gpus=2 05_deepspeed_zero/stage_2.py
-Needs: requirements.txt. It takes a GPU for every rank if there is one.
-Expect: the same lines as from stage 1, to the last digit of the loss; a `check:` that
-    one process would have come to the same weights.
-Before: 05_deepspeed_zero/stage_1.py
-Next: 05_deepspeed_zero/stage_3.py
+Expect: the same lines as from stage 1, to the last digit of the loss; the weights that
+    one process comes to.
 """
 
-import copy
+import argparse
 from typing import Any
 
 import torch.distributed as dist
 
-from config_keys import refuse_unknown_keys
-from data import global_batch, own_rows
-from proof import LARGEST_COPY, check_engine, describe_ranks, mean_over_ranks
-from qwen import count_parameters, model_and_tokens
-from start import (
-    choose_parts,
-    find_place,
-    join_group,
-    leave_group,
-    print_once,
-    seconds_since_start,
-    stage_parser,
+from deepspeed_setup import SETUP_OPTIONS, join, leave, prepare, undo_step_of_zeros
+from engine_checks import (
+    copy_to_compare,
+    describe_ranks,
+    mean_over_ranks,
+    partitioned_evenly,
+    same_as_one_process,
+    whole_weights,
 )
+from qwen import MODEL_OPTIONS, model_and_batches
+from ranks import check, number, read_options, same_on_all_ranks, say, start_ranks
 
 CONFIG: dict[str, Any] = {
     # Samples for one rank at a time. The name says GPU and means rank.
     "train_micro_batch_size_per_gpu": 8,
+    # Weights and gradients in bf16; the optimizer keeps fp32 master weights.
+    "bf16": {"enabled": True},
     "optimizer": {
         # DeepSpeed's "Adam" is AdamW: weight decay apart from the gradient.
         "type": "Adam",
@@ -43,46 +40,42 @@ CONFIG: dict[str, Any] = {
 BLOCK_SIZE = 64  # tokens in a sample
 
 
-def main() -> None:
-    """Load, join the group, hand the model to DeepSpeed, train, prove."""
-    args = stage_parser("Train Qwen2 with one stage of ZeRO.").parse_args()
-    device, reason = find_place()
-    refuse_unknown_keys(CONFIG)
+def main(options: argparse.Namespace) -> None:
+    """Hand a model to DeepSpeed, train, and compare with one process."""
+    CONFIG["bf16"]["enabled"] = options.precision == "bf16"
+    device = prepare(CONFIG, options.fused)  # before DeepSpeed is imported
     stage = CONFIG["zero_optimization"]["stage"]
-    model, tokens = model_and_tokens(args, stage, device, BLOCK_SIZE)
-    join_group(device)
+    samples = CONFIG["train_micro_batch_size_per_gpu"]
+    model, batch_of = model_and_batches(options, stage, device, samples, BLOCK_SIZE)
+    untrained = copy_to_compare(model)
+    join()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    print_once(f"device: {device.type} with {dist.get_backend()} ({reason})")
-    print_once(choose_parts(CONFIG, device, args.fused))
-    is_small = count_parameters(model) <= LARGEST_COPY
-    untrained = copy.deepcopy(model).to(device) if is_small else None
 
-    # Imported here because DeepSpeed settles on a device when it is imported.
     import deepspeed
 
     engine, _, _, _ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=CONFIG
     )
-    print_once("\n".join(describe_ranks(engine)))  # every rank must call it
-    samples = engine.train_micro_batch_size_per_gpu() * world_size
+    undo_step_of_zeros(engine)  # in stage 0 DeepSpeed has taken one
+    say("\n".join(describe_ranks(engine)))
     losses = []
-    for step in range(args.steps):
-        batch = global_batch(tokens, step, samples, BLOCK_SIZE)
-        inputs = own_rows(batch, rank, world_size).to(device)
+    for step in range(options.steps):
+        inputs = batch_of(step).chunk(world_size)[rank].to(device)
         # The labels are the inputs: the model itself shifts them by one token.
         loss = engine(input_ids=inputs, labels=inputs).loss
-        engine.backward(loss)  # the gradients of all ranks meet in here
-        engine.step()  # in stages 1 to 3 a rank steps for its share only
+        engine.backward(loss)  # the gradients are averaged over the ranks in here
+        engine.step()  # in stages 1 to 3 a rank steps for its partition only
         losses.append(mean_over_ranks(loss))
-        if step == 0:
-            print_once(
-                f"first step {seconds_since_start():.1f} s after this rank's start"
-            )
-        if step in {0, args.steps - 1}:
-            print_once(f"step {step + 1:2} | mean loss over the ranks {losses[-1]:.4f}")
-    print_once(f"check: {check_engine(engine, untrained, tokens, BLOCK_SIZE, losses)}")
-    leave_group()
+        if step in {0, options.steps - 1}:
+            say(f"step {step + 1:2} | mean loss over the ranks {losses[-1]:.4f}")
+    check(*partitioned_evenly(engine))
+    bits = "the same weights on each, to the last bit"
+    check(same_on_all_ranks(whole_weights(engine)), bits)
+    if untrained:  # else it is too large to be trained a second time
+        check(*same_as_one_process(engine, untrained, batch_of, losses))
+    leave()
 
 
 if __name__ == "__main__":
-    main()
+    steps = {"type": number(1, 10**9), "default": 10, "help": "optimizer steps"}
+    start_ranks(main, 1, read_options(steps=steps, **MODEL_OPTIONS, **SETUP_OPTIONS))

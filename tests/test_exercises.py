@@ -65,8 +65,8 @@ EPOCH = load_exercise("03_ddp_torchrun/exercises", "accumulation").train_epoch
 BROKEN = load_exercise("03_ddp_torchrun/exercises", "broken_training").train_and_save
 LOST = load_exercise("04_rpc_parameter_server", "exercise_lost_steps")
 WAITING = load_exercise("04_rpc_parameter_server", "exercise_waiting_server")
-ADAM = load_exercise("05_deepspeed_zero", "exercise_sharded_adam")
-ENGINE = load_exercise("05_deepspeed_zero", "exercise_broken_engine")
+ADAM = load_exercise("05_deepspeed_zero/exercises", "check_sharded_adam")
+ENGINE = load_exercise("05_deepspeed_zero/exercises", "check_broken_engine")
 
 # Those of chapter 04 import the exercise.
 from answers import broken_engine, your_own_script  # noqa: E402
@@ -823,15 +823,15 @@ def test_waiting_server(flaw: str, hint: str, monkeypatch: pytest.MonkeyPatch) -
     assert told.startswith(hint) and bool(told) == bool(hint), told
 
 
-# 05: Adam divided by hand, and an engine.
+# 05: Adam sharded by hand, and an engine.
 
 
-def judge_adam(folder: str, answers: Answers) -> list[str]:
-    return judge(f"{folder}/", ADAM, "ShardedAdam", "judge_adam", answers)
+def try_adams(folder: str, answers: Answers) -> list[str]:
+    return ask(f"{folder}/", ADAM.try_lengths, answers)
 
 
 class FlawedAdam:
-    """Adam divided among the ranks, but for one flaw."""
+    """Adam sharded over the ranks, but for one flaw."""
 
     def __init__(self, weights: torch.Tensor, lr: float, flaw: str) -> None:
         """Take a share."""
@@ -845,7 +845,7 @@ class FlawedAdam:
         self.make_adam()
 
     def make_adam(self) -> None:
-        """Make the optimizer of the share."""
+        """Make the optimizer of the shard."""
         values = self.weights if self.flaw == "keeps all" else self.padded[self.own]
         self.parameter = torch.nn.Parameter(values.clone())
         self.adam = torch.optim.Adam([self.parameter], self.lr)
@@ -887,7 +887,7 @@ def test_sharded_adam(worker_pool: WorkerPool, tmp_path: Path) -> None:
         for flaw, expected in {
             "": [""] * 3,
             "keeps all": [
-                "36 weights: right, but this rank keeps states for 36 weights; a share"
+                "36 weights: right, but this rank keeps state for 36 weights; a shard"
             ]
             * 3,
             "does not send": [
@@ -897,7 +897,7 @@ def test_sharded_adam(worker_pool: WorkerPool, tmp_path: Path) -> None:
             ],
             "new Adam": [
                 "36 weights: step 1 is right; after step 2 36 of 36 weights are wrong: "
-                "are Adam's states kept?"
+                "is Adam's state kept?"
             ]
             * 3,
             "wrong order": ["36 weights: step 1 puts the right weights in the wrong"]
@@ -909,42 +909,32 @@ def test_sharded_adam(worker_pool: WorkerPool, tmp_path: Path) -> None:
     ]
     answers = [answer for answer, _ in hints]
     by_rank = worker_pool.run(
-        judge_adam, str(tmp_path), answers, world_size=3, timeout=120
+        try_adams, str(tmp_path), answers, world_size=3, timeout=120
     )
     expect(by_rank, hints)
 
 
-def judge_engines(folder: str, answers: Answers) -> list[str]:
-    """Let the checker judge pairs of a config and a loop on this rank."""
+def try_engines(folder: str, answers: Answers) -> list[str]:
+    """Let the checker try pairs of a config and a loop on this rank."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed.comm.comm
     from deepspeed.utils import groups
 
     told = []
-    for number, (config, loop) in enumerate(answers):
+    for number, answer in enumerate(answers):
         # DeepSpeed keeps the group that it has first seen.
         deepspeed.comm.comm.cdb = None
         importlib.reload(groups)
-        with (
-            mock.patch.object(ENGINE, "CONFIG", config),
-            mock.patch.object(broken_engine, "CONFIG", config),
-        ):
-            told += judge(
-                f"{folder}/{number}-",
-                ENGINE,
-                "train_with_engine",
-                "judge_engine",
-                [loop],
-            )
+        told += ask(f"{folder}/{number}-", ENGINE.try_engine, [answer])
     return told
 
 
-def train_engine(model: Any, batches: list[Any], flaw: str) -> Any:
-    """Train with what is in the exercise's CONFIG, and one flaw in the loop."""
+def train_engine(model: Any, batches: list[Any], config: Any, flaw: str) -> Any:
+    """Train by the config, and with one flaw in the loop."""
     import deepspeed
 
     engine, _, _, _ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=ENGINE.CONFIG
+        model=model, model_parameters=model.parameters(), config=config
     )
     for number, (inputs, labels) in enumerate(batches, start=1):
         loss = F.mse_loss(engine(inputs), labels)
@@ -1005,6 +995,6 @@ def test_engine(worker_pool: WorkerPool, tmp_path: Path) -> None:
     ]
     answers = [answer for answer, _ in hints]
     by_rank = worker_pool.run(
-        judge_engines, str(tmp_path), answers, world_size=2, timeout=120
+        try_engines, str(tmp_path), answers, world_size=2, timeout=120
     )
     expect(by_rank, hints)

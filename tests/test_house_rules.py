@@ -147,17 +147,17 @@ NOT_RUN: dict[str, list[str]] = {
 # pages of the root. The list is exact: what has been mended must be taken off.
 DDP, RPC, ZERO = "03_ddp_torchrun", "04_rpc_parameter_server", "05_deepspeed_zero"
 NOT_YET: dict[str, set[str]] = {
-    "spine_scripts_are_short": {DDP, RPC, ZERO},
+    "spine_scripts_are_short": {DDP, RPC},
     "lessons_import_little": {DDP, RPC, ZERO},
-    "folders_are_small": {DDP, RPC, ZERO},
-    "no_path_surgery": {DDP, RPC, ZERO},
-    "pages_alone_say_the_order": {DDP, RPC, ZERO},
-    "shared_modules_are_equal": {RPC, ZERO},
-    "functions_have_one_home": {DDP, RPC, ZERO},
-    "pages_are_short": {DDP, RPC, ZERO},
-    "chapter_pages_show_code_early": {RPC, ZERO},
-    "pages_use_the_fields_words": {DDP, RPC, ZERO},
-    "pages_do_not_demonstrate_refusals": {DDP, RPC, ZERO},
+    "folders_are_small": {DDP, RPC},
+    "no_path_surgery": {DDP, RPC},
+    "pages_alone_say_the_order": {DDP, RPC},
+    "shared_modules_are_equal": {RPC},
+    "functions_have_one_home": {DDP, RPC},
+    "pages_are_short": {DDP, RPC},
+    "chapter_pages_show_code_early": {RPC},
+    "pages_use_the_fields_words": {DDP, RPC},
+    "pages_do_not_demonstrate_refusals": {DDP, RPC},
 }
 
 

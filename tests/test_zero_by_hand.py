@@ -21,7 +21,7 @@ from lessons import in_the_pool
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
-CHAPTER = "05_deepspeed_zero"
+CHAPTER = "05_deepspeed_zero/by_hand"
 STAGES = (1, 2, 3)
 BATCH = 4  # samples of a rank
 STEPS = 4
@@ -107,12 +107,16 @@ def sharded(
         optimizer = script("zero_2").ShardedGradients(groups(module), make, **settings)
         return module, optimizer, optimizer.finish_gradient_sync
     optimizer = script("zero_1").ShardedOptimizer(groups(module), make, **settings)
-    return module, optimizer, partial(script("by_hand").average_gradients, module)
+    return (
+        module,
+        optimizer,
+        partial(script("train_and_compare").average_gradients, module),
+    )
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """Return the whole parameters by name, copied."""
-    named = script("by_hand").whole_parameters(model)
+    named = script("train_and_compare").whole_parameters(model)
     return {name: tensor.clone() for name, tensor in named.items()}
 
 
@@ -847,7 +851,7 @@ def volume_of_every_stage() -> dict[int, tuple[dict[str, Fraction], int, int]]:
         padded = sum(-(-numel // n) * n for numel in sizes)
         if stage == 0:
             optimizer = torch.optim.AdamW(model.parameters())
-            finish = partial(script("by_hand").average_gradients, model)
+            finish = partial(script("train_and_compare").average_gradients, model)
         else:
             way = getattr(script(f"zero_{stage}"), f"stage_{stage}")
             model, optimizer, finish = way(model, False)
@@ -1231,7 +1235,7 @@ def test_stage_3_computes_in_bf16_and_keeps_float32(
 
 def bytes_of_every_stage() -> dict[int, dict[str, float]]:
     """Take a step in bf16 in each stage; return the bytes kept for each parameter."""
-    by_hand, found = script("by_hand"), {}
+    by_hand, found = script("train_and_compare"), {}
     torch.manual_seed(0)
     for stage in STAGES:
         model = script("model")
@@ -1263,7 +1267,7 @@ def test_kept_bytes_equal_the_formulas(worker_pool: WorkerPool, n: int) -> None:
 
 def run_script(stage: int, break_it: str = "") -> tuple[int, str]:
     """Be one rank of a script, whole or broken; return its status and what it said."""
-    by_hand, zero = script("by_hand"), script(f"zero_{stage}")
+    by_hand, zero = script("train_and_compare"), script(f"zero_{stage}")
     way = getattr(zero, f"stage_{stage}")
     said = io.StringIO()
     with contextlib.ExitStack() as stack:
@@ -1301,7 +1305,7 @@ def sum_for_mean(stack: contextlib.ExitStack, stage: int) -> None:
 def gradient_of_another_rank(stack: contextlib.ExitStack, stage: int) -> None:
     """Let each rank step its shard with the gradient of its neighbour's."""
     if stage == 1:
-        real_average = script("by_hand").average_gradients
+        real_average = script("train_and_compare").average_gradients
 
         def average(model: nn.Module) -> None:
             real_average(model)

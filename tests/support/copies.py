@@ -22,8 +22,9 @@ COPIES: dict[str, tuple[str, ...]] = {
     "01_communication/exercises/ask_ranks.py": (
         "02_ddp_mp/exercises/ask_ranks.py",
         "03_ddp_torchrun/exercises/ask_ranks.py",
+        "05_deepspeed_zero/exercises/ask_ranks.py",
     ),
-    "03_ddp_torchrun/model.py": ("05_deepspeed_zero/model.py",),
+    "03_ddp_torchrun/model.py": ("05_deepspeed_zero/by_hand/model.py",),
 }
 
 

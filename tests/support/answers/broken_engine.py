@@ -1,4 +1,4 @@
-"""The answer to 05_deepspeed_zero/exercise_broken_engine.py."""
+"""The answer to 05_deepspeed_zero/exercises/broken_engine.py."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def train_with_engine(model: Any, batches: list[Any]) -> Any:
+def train_with_engine(model: Any, batches: list[Any], config: dict[str, Any]) -> Any:
     """Tell the engine of every batch; it divides, and steps when a step is due."""
     import deepspeed
 
     engine, _, _, _ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=CONFIG
+        model=model, model_parameters=model.parameters(), config=config
     )
     for inputs, labels in batches:
         engine.backward(mse_loss(engine(inputs), labels))

@@ -1,0 +1,73 @@
+"""Resume with another number of ranks, or in another stage, from saved shards.
+
+Run: torchrun --nproc-per-node=1 05_deepspeed_zero/checkpoints/resume_elsewhere.py
+Expect: DeepSpeed's universal checkpoint is made of the shards that save_and_resume.py
+    has left, and the losses are those of the uninterrupted run, within rounding.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from deepspeed_setup import SETUP_OPTIONS, join, leave, prepare
+from ranks import check, fail, read_options, say, start_ranks
+from shards import (
+    CONFIG,
+    RECORD,
+    SAVED_AT,
+    STEPS,
+    find_problem,
+    new_engine,
+    train_steps,
+)
+
+LIMIT = 2e-2  # of a loss of 3.6; bf16 has two or three digits
+
+
+def to_universal(folder: Path) -> str:
+    """Convert shards into a folder for each tensor, which any number of ranks reads."""
+    if dist.get_rank() == 0:
+        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+        # inject_missing_state: our model has no tensor parallelism to describe.
+        command += ["--inject_missing_state", "--input_folder", str(folder / "half")]
+        command += ["--output_folder", str(folder / "universal")]
+        # More worker processes are worth their start for large models only.
+        command += ["--num_extract_workers=1", "--num_merge_workers=1"]
+        subprocess.run(command, check=True, capture_output=True)
+    dist.barrier()
+    return "universal"
+
+
+def main(options: argparse.Namespace) -> None:
+    """Do the second half again, from shards that other ranks may have saved."""
+    folder, stage = options.folder, options.stage
+    prepare(CONFIG)
+    if problem := find_problem(folder, stage):
+        fail(problem)
+    join()
+    record = json.loads((folder / "half" / RECORD).read_text())
+    ranks, saved_by = dist.get_world_size(), record["ranks"]
+    # Where as many ranks resume, each finds its own shard.
+    tag = "half" if ranks == saved_by else to_universal(folder)
+    engine = new_engine(stage, universal=tag == "universal")
+    engine.load_checkpoint(str(folder), tag=tag)
+    losses = train_steps(engine, range(SAVED_AT, STEPS))
+    engine.destroy()
+    say(f"saved by {saved_by} rank(s) in stage {record['stage']}")
+    say(f"resumed by {ranks} rank(s) in stage {stage}, from '{tag}'")
+    say("uninterrupted " + " ".join(f"{loss:.4f}" for loss in record["losses"]))
+    say("resumed       " + " ".join(f"{loss:.4f}" for loss in losses))
+    pairs = zip(losses, record["losses"], strict=True)
+    apart = max(abs(one - other) for one, other in pairs)
+    check(apart < LIMIT, f"{len(losses)} losses, at most {apart:.0e} apart")
+    leave()
+
+
+if __name__ == "__main__":
+    folder = {"type": Path, "default": Path("saved"), "help": "of the shards"}
+    stage = {"type": int, "choices": (1, 2, 3), "default": 2, "help": "ZeRO's"}
+    start_ranks(main, 1, read_options(folder=folder, stage=stage, **SETUP_OPTIONS))

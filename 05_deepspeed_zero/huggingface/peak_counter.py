@@ -1,0 +1,1 @@
+../memory/peak_counter.py

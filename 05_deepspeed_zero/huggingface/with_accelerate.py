@@ -1,0 +1,87 @@
+"""Let accelerate hand the model to DeepSpeed, and see whether it really has.
+
+Run: torchrun --nproc-per-node=2 05_deepspeed_zero/huggingface/with_accelerate.py
+Expect: what accelerate makes of the model, and how many processes it believes in, as
+    it comes and in two ways to tell it of the CPU. Only with the backend named does a
+    CPU run get DeepSpeed and a shard of the samples for each rank.
+"""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import InitProcessGroupKwargs
+from torch.utils.data import DataLoader, TensorDataset
+
+from deepspeed_setup import join, leave, prepare
+from qwen import small_model
+from ranks import check, gather, same_on_all_ranks, say
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": "auto",  # accelerate reads it off the loader
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+    "zero_allow_untested_optimizer": True,  # ours, in place of one from the config
+}
+SAMPLES, BATCH_SIZE = 64, 4
+
+
+def train_with_accelerate(
+    samples: torch.Tensor, **settings: Any
+) -> tuple[Any, str, list[int]]:
+    """Train for an epoch; return the engine, what accelerate believes, what was seen.
+
+    Args:
+        samples: (SAMPLES, T) tokens; the first of each is its number.
+        settings: for `Accelerator`.
+    """
+    plugin = DeepSpeedPlugin(hf_ds_config=CONFIG)
+    accelerator = Accelerator(deepspeed_plugin=plugin, **settings)
+    torch.manual_seed(0)
+    model, seen = small_model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader(TensorDataset(samples), batch_size=BATCH_SIZE, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for (batch,) in loader:
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)  # with DeepSpeed this takes the step as well
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += batch[:, 0].tolist()
+    believes = f"{type(model).__name__} in {accelerator.num_processes} process(es)"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return model, believes, seen
+
+
+def main() -> None:
+    """Train in three ways; compare what the ranks have seen, and their weights."""
+    device = prepare(CONFIG)
+    join(at_least=2)
+    backend = torch.distributed.get_default_backend_for_device(device)
+    named = InitProcessGroupKwargs(backend=backend)
+    ways: dict[str, dict[str, Any]] = {
+        "as it comes": {},
+        "cpu=True": {"cpu": True},
+        "backend named": {"kwargs_handlers": [named]},
+    }
+    if device.type != "cpu":
+        ways = {"as it comes": {}}
+    samples = torch.arange(SAMPLES)[:, None] + torch.zeros(16, dtype=torch.long)
+    is_right = False
+    for way, settings in ways.items():
+        model, believes, seen = train_with_accelerate(samples, **settings)
+        numbers = [number for of_rank in gather(seen) for number in of_rank]
+        count = f"{len(numbers)} samples, {len(set(numbers))} different"
+        say(f"{way:13} | {believes} | {count}")
+        is_right = believes == f"DeepSpeedEngine in {len(gather(0))} process(es)"
+        is_right &= sorted(numbers) == list(range(SAMPLES))
+        is_right &= same_on_all_ranks(model.parameters())
+    check(is_right, "the last way: DeepSpeed, each sample once, the same model")
+    leave()
+
+
+if __name__ == "__main__":
+    main()

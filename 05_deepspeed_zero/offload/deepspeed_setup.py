@@ -1,0 +1,1 @@
+../deepspeed_setup.py

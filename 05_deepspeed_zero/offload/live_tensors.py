@@ -1,0 +1,1 @@
+../memory/live_tensors.py

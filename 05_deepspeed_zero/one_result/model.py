@@ -1,0 +1,1 @@
+../by_hand/model.py

@@ -1,0 +1,1 @@
+../by_hand/train_and_compare.py

@@ -1,0 +1,1 @@
+../by_hand/zero_3.py

@@ -1,0 +1,107 @@
+"""Start your own project from this file: ZeRO in bf16, with what a training run needs.
+
+Run: deepspeed --num_gpus=2 05_deepspeed_zero/recipe.py --checkpoints=FOLDER
+Expect: the loss on held-out text falls. Run again, it resumes from the last checkpoint;
+    from the first one, it comes to the same loss, to the last bit.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_setup import SETUP_OPTIONS, join, leave, prepare
+from qwen import small_model
+from ranks import check, read_options, say, start_ranks
+from text import global_batch, own_rows, read_text, to_tokens
+
+STEPS, SAVE_EVERY, BLOCK_SIZE = 20, 10, 64
+CONFIG: dict[str, Any] = {
+    # Multiplied with each other and the number of ranks: the global batch size.
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}},
+    # Warm-up begins with two steps at a learning rate of 0; then it is logarithmic.
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": STEPS, "warmup_num_steps": 4},
+    },
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 2},
+    # Believe its counts and bytes; on the CPU not its times.
+    "comms_logger": {"enabled": False},
+}
+
+
+def train_and_save(engine: Any, tokens: torch.Tensor, folder: Path | None) -> None:
+    """Train from the engine's step to the last; save to a folder if one is given."""
+    for step in range(engine.global_steps, STEPS):
+        batch = global_batch(tokens, step, engine.train_batch_size(), BLOCK_SIZE)
+        rows = own_rows(batch, dist.get_rank(), dist.get_world_size()).to(engine.device)
+        for inputs in rows.chunk(engine.gradient_accumulation_steps()):
+            loss = engine(input_ids=inputs, labels=inputs).loss
+            engine.backward(loss)  # divides by the number of micro-batches
+            engine.step()  # changes the weights after the last of them only
+        if folder and engine.global_steps % SAVE_EVERY == 0:
+            save(engine, folder)
+
+
+def save(engine: Any, folder: Path) -> None:
+    """Write a checkpoint beside the older ones; then let the file `latest` name it."""
+    tag = f"step_{engine.global_steps}"
+    # By itself DeepSpeed names it when rank 0 is done, whether or not the others are.
+    engine.save_checkpoint(folder, tag, save_latest=False)  # ends with a barrier
+    if dist.get_rank() == 0:
+        (folder / "latest.new").write_text(tag)
+        (folder / "latest.new").replace(folder / "latest")
+    say(f"saved {tag}")
+
+
+@torch.no_grad()
+def evaluate(engine: Any, tokens: torch.Tensor) -> float:
+    """Return the mean loss on text; each rank reads samples of its own."""
+    world_size = dist.get_world_size()
+    batch = global_batch(tokens, 0, 16 * world_size, BLOCK_SIZE)
+    inputs = own_rows(batch, dist.get_rank(), world_size).to(engine.device)
+    engine.eval()
+    loss = engine(input_ids=inputs, labels=inputs).loss
+    engine.train()
+    dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+    return loss.item()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Train or resume, evaluate, and resume once more from the first checkpoint."""
+    prepare(CONFIG, options.fused)  # before DeepSpeed is imported
+    tokens = to_tokens(read_text(None), None, BLOCK_SIZE)
+    held_out, tokens = tokens[:50_000], tokens[50_000:]
+    join()
+    import deepspeed
+
+    engine = deepspeed.initialize(model=small_model(), config=CONFIG)[0]
+    folder = options.checkpoints
+    if (folder / "latest").exists():
+        engine.load_checkpoint(folder)
+    loss = evaluate(engine, held_out)
+    say(f"from step {engine.global_steps} | held-out loss {loss:.4f}")
+    train_and_save(engine, tokens, folder)
+    loss = evaluate(engine, held_out)
+    say(f"to step   {engine.global_steps} | held-out loss {loss:.4f}")
+    if CONFIG["comms_logger"]["enabled"]:
+        deepspeed.comm.log_summary()
+
+    # A project of your own ends here. This proves that a checkpoint holds all it needs.
+    again = deepspeed.initialize(model=small_model(), config=CONFIG)[0]
+    again.load_checkpoint(folder, tag=f"step_{SAVE_EVERY}")
+    train_and_save(again, tokens, None)
+    is_same = evaluate(again, held_out) == loss
+    check(is_same, f"resumed at step {SAVE_EVERY}: the same loss, to the last bit")
+    leave()
+
+
+if __name__ == "__main__":
+    folder = {"type": Path, "required": True, "metavar": "FOLDER"}
+    start_ranks(main, 1, read_options(checkpoints=folder, **SETUP_OPTIONS))

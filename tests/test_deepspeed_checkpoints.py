@@ -1,0 +1,222 @@
+"""Chapter 05: what is saved in shards can be read, by whom, and who is refused."""
+
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launch import ROOT, torchrun
+from scripts import load_chapter
+from zero_ranks import Pools, forget_earlier_group, pools_by_size, run_zero_lesson
+
+ROOM = "05_deepspeed_zero/checkpoints"
+STEPS, SAVED_AT = 4, 2
+
+
+@pytest.fixture(scope="module")
+def zero_pools() -> Iterator[Pools]:
+    with pools_by_size() as pools:
+        yield pools
+
+
+# --- What runs on each rank. ----------
+
+
+def master_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Return the fp32 master weights by name, whole; every rank calls this."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    whole: Any = safe_get_full_fp32_param
+    named = engine.module.named_parameters()
+    return {name: whole(p).detach().clone() for name, p in named}
+
+
+def save_in_every_stage(folder: str) -> list[str]:
+    """Save half-way, resume, and consolidate, in each stage; note what was saved."""
+    script, said = load_chapter(ROOM)["save_and_resume"], []
+    save = script.save
+
+    def save_and_note(engine: Any, path: Path) -> None:
+        save(engine, path)
+        weights = master_weights(engine)
+        if dist.get_rank() == 0:
+            torch.save(weights, path / "weights.pt")
+
+    # An engine of stage 3 replaces `torch.nn.functional.linear` for the rest of the
+    # process. The other one rounds bf16 otherwise, so all shall use the same.
+    for stage in (3, 1, 2):
+        path = Path(folder, str(stage))
+        path.mkdir(exist_ok=True)
+        if dist.get_rank() == 0:
+            # As if three ranks had saved here before, and others had died doing so.
+            for name in ("half", "unfinished"):
+                (path / name).mkdir()
+                (path / name / "zero_pp_rank_2_mp_rank_00_optim_states.pt").touch()
+        with (
+            mock.patch.object(script, "save", save_and_note),
+            mock.patch.multiple(script, STEPS=STEPS, SAVED_AT=SAVED_AT),
+        ):
+            options = {"folder": path, "stage": stage}
+            said.append(run_zero_lesson(ROOM, "save_and_resume", **options))
+    return said
+
+
+def break_off_another_save(folder: str) -> str:
+    """Save again to a folder that has a checkpoint, and fail before all is done."""
+    script = load_chapter(ROOM)["save_and_resume"]
+    train = mock.Mock(side_effect=[[], MemoryError("in mid-run")])
+    with mock.patch.object(script, "train_steps", train):
+        try:
+            run_zero_lesson(ROOM, "save_and_resume", folder=Path(folder), stage=1)
+        except MemoryError as error:
+            return str(error)
+    return "it went on"
+
+
+def resume_in_every_stage(folder: str, tag: str) -> dict[str, str]:
+    """Resume in each stage from what each stage has saved; say how it ended."""
+    forget_earlier_group()
+    modules, said = load_chapter(ROOM), {}
+    modules["deepspeed_setup"].prepare(modules["shards"].CONFIG)
+    for saved, stage in itertools.product((1, 2, 3), repeat=2):
+        path, is_universal = Path(folder, str(saved)), tag == "universal"
+        if is_universal and stage == 1:
+            modules["resume_elsewhere"].to_universal(path)
+        record = json.loads((path / "half" / "record.json").read_text())
+        engine = modules["shards"].new_engine(stage, is_universal)
+        try:
+            engine.load_checkpoint(str(path), tag=tag)
+            noted = torch.load(path / "weights.pt", weights_only=True)
+            weights = master_weights(engine) if is_universal else noted
+            changed = [n for n in noted if not torch.equal(weights[n], noted[n])]
+            losses = modules["shards"].train_steps(engine, range(SAVED_AT, STEPS))
+            pairs = zip(losses, record["losses"], strict=True)
+            apart = max(abs(one - other) for one, other in pairs)
+            limit = modules["resume_elsewhere"].LIMIT if is_universal else 0
+            fits = len(noted) == 26 and not changed and apart <= limit
+            said[f"{saved} to {stage}"] = "" if fits else f"{changed}, {apart}"
+        except Exception as error:
+            said[f"{saved} to {stage}"] = f"{type(error).__name__}: {error}"
+        engine.destroy()
+    return said
+
+
+# --- What the page says. ----------
+
+
+@pytest.fixture(scope="module")
+def shards(
+    zero_pools: Pools, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[list[str]]]:
+    """Return a folder with what two ranks have saved in each stage, and their words."""
+    folder = tmp_path_factory.mktemp("shards")
+    said = zero_pools(2).run(
+        save_in_every_stage, str(folder), world_size=2, timeout=120
+    )
+    return folder, said
+
+
+def test_shards_resume_to_the_last_bit_and_can_be_consolidated(
+    shards: tuple[Path, list[list[str]]],
+) -> None:
+    said, said_by_rank_1 = shards[1]
+    assert said_by_rank_1 == [""] * 3
+    assert len(said) == 3
+    for text in said:
+        assert len(re.findall(r"^ *[\d,]+ bytes in \w+\.pt$", text, re.M)) in (3, 4)
+        assert text.endswith(
+            "check: 2 losses, the same to the last bit\n"
+            "check: the consolidated weights give transformers alone the same loss\n"
+        )
+
+
+OTHER_RANKS = (
+    "ZeRORuntimeException: The checkpoint being loaded used a DP world size of 2 but "
+    "the current world size is 1. Automatic adjustment of ZeRO's optimizer state "
+    "partitioning with a new world size is not currently supported."
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tag", "says"),
+    [
+        (2, "half", ""),
+        (1, "half", OTHER_RANKS),
+        pytest.param(1, "universal", "", marks=pytest.mark.slow),
+    ],
+)
+def test_which_stage_resumes_from_which(
+    ranks: int,
+    tag: str,
+    says: str,
+    shards: tuple[Path, list[list[str]]],
+    zero_pools: Pools,
+) -> None:
+    said = zero_pools(ranks).run(
+        resume_in_every_stage, str(shards[0]), tag, world_size=ranks, timeout=120
+    )
+    # Between stages 1 and 2, and from 3 to 3. Else DeepSpeed looks for a file that the
+    # other family of stages names otherwise, and says no word more.
+    works = {"1 to 1", "1 to 2", "2 to 1", "2 to 2", "3 to 3"}
+    fails = {"1 to 3", "2 to 3", "3 to 1", "3 to 2"}
+    expected = dict.fromkeys(works, says) | dict.fromkeys(fails, "AssertionError: ")
+    assert said == [expected] * ranks
+
+
+def test_an_older_checkpoint_stays_until_the_new_one_is_whole(
+    shards: tuple[Path, list[list[str]]], zero_pools: Pools, tmp_path: Path
+) -> None:
+    folder = tmp_path / "1"
+    shutil.copytree(shards[0] / "1", folder)
+
+    def contents() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (folder / "half").iterdir()}
+
+    before = contents()
+    assert len(before) == 4  # weights, two shards and the record
+    ended = zero_pools(2).run(break_off_another_save, str(folder), world_size=2)
+    assert ended == ["in mid-run"] * 2
+    assert contents() == before
+    assert load_chapter(ROOM)["shards"].find_problem(folder, 1) == ""
+
+
+def test_a_damaged_shard_is_named_and_a_move_that_fails_is_refused(
+    shards: tuple[Path, list[list[str]]], tmp_path: Path
+) -> None:
+    find_problem = load_chapter(ROOM)["shards"].find_problem
+    folder = tmp_path / "1"
+    shutil.copytree(shards[0] / "1", folder)
+    assert [find_problem(folder, stage) for stage in (1, 2)] == ["", ""]
+    assert find_problem(folder, 3) == (
+        f"the shards in {folder} are of stage 1, which stage 3 cannot read; the "
+        f"weights alone are in {folder / 'whole'}"
+    )
+    shard = folder / "half" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    os.truncate(shard, 1000)
+    cut = re.escape(f"{shard} has 1,000 bytes and was saved with ")
+    rest = r"2,5\d\d,\d\d\d; nothing was loaded or changed"
+    assert re.fullmatch(cut + rest, find_problem(folder, 1))
+    shard.unlink()
+    assert find_problem(folder, 1).startswith(f"{shard} has 0 bytes")
+    nothing = f"no checkpoint in {tmp_path}; save_and_resume.py writes one"
+    assert find_problem(tmp_path, 1) == nothing
+
+
+@pytest.mark.slow
+def test_a_damaged_shard_is_refused_before_the_ranks_meet(tmp_path: Path) -> None:
+    script = ROOT / ROOM / "resume_elsewhere.py"
+    result = torchrun(script, f"--folder={tmp_path}", nproc=2)
+    assert result.returncode != 0
+    line = (
+        f"resume_elsewhere.py: no checkpoint in {tmp_path}; save_and_resume.py writes"
+    )
+    assert line in result.stderr and "device:" not in result.stdout

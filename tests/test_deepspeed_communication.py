@@ -1,0 +1,272 @@
+"""Chapter 05: what a rank sends in each stage, and that the losses are those of DDP."""
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from scripts import load_chapter
+from worker_pool import RankError, WorkerPool
+from zero_ranks import Pools, forget_earlier_group, pools_by_size, run_zero_lesson
+
+CHAPTER = "05_deepspeed_zero"
+ROOM = f"{CHAPTER}/communication"
+SMALL_MODEL = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL_MODEL |= {"intermediate_size": 768}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def zero_pools() -> Iterator[Pools]:
+    with pools_by_size() as pools:
+        yield pools
+
+
+# --- What is sent. ----------
+
+
+def count_small(mistake: str = "") -> str:
+    """Be a rank of communication_volume.py with a smaller model, or with a mistake."""
+    module = load_chapter(ROOM)["communication_volume"]
+    count_step, model = module.count_step, module.MODEL | SMALL_MODEL
+
+    def miscount(stage: int, *more: Any) -> dict[str, Any]:
+        found = count_step(stage, *more)
+        if dist.get_rank() == 1 and stage == 3:
+            calls, total = found["logged"]["all_gather"]
+            found["logged"]["all_gather"] = calls - (mistake == "a call"), total
+            found["sent"] *= 1.2 if mistake == "TCP" else 1
+        return found
+
+    variants = [(3, {})] if mistake else module.VARIANTS
+    with (
+        mock.patch.object(module, "MODEL", model),
+        mock.patch.object(module, "VARIANTS", variants),
+        mock.patch.object(module, "count_step", miscount),
+    ):
+        return run_zero_lesson(ROOM, "communication_volume")
+
+
+# Times the parameters: with one micro-batch, then with two.
+NEEDED = [2, 2, 3, 3, 2, 2, 3, 2 * 2 + 1, 2, 2 * 1 + 1]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_deepspeed_sends_3_where_the_paper_sends_2(
+    ranks: int, zero_pools: Pools
+) -> None:
+    said = zero_pools(ranks).run(count_small, world_size=ranks, timeout=240)
+    assert len(said) == ranks and set(said[1:]) == {""}
+    rows = re.findall(r"^(?:stage|  with).* ([\d.]+) +([\d.]+)$", said[0], re.M)
+    needed = [float(one) for one, _ in rows]
+    assert needed[:10] == NEEDED
+    # Small tensors are gathered once a step, and not twice for each micro-batch.
+    assert needed[10:] == pytest.approx([2.72, 5.17], abs=0.01)
+    # A reduce costs 1 + 1 / n on gloo, a reduce-scatter 2.
+    more = [0, 0, 0, 0, 1, 1, 0, 0, 1, 2]
+    by_gloo = [n + k / ranks for n, k in zip(NEEDED, more, strict=True)]
+    sent = [float(one) for _, one in rows]
+    assert sent == pytest.approx([*by_gloo, needed[10] + 1, needed[11] + 2], rel=0.05)
+    assert re.findall(r"^stage (\d).* (\d) +[\d.]+ +[\d.]+$", said[0], re.M) == [
+        *[("0", "2"), ("1", "2"), ("1", "2"), ("2", "2"), ("2", "2"), ("3", "3")]
+    ]
+    agree = f"check: on {ranks} ranks comms_logger, PyTorch and TCP agree in 12 steps\n"
+    assert said[0].endswith(agree)
+
+
+@pytest.mark.parametrize("mistake", ["a call", "TCP"])
+def test_counts_that_differ_on_one_rank_are_found(
+    mistake: str, zero_pools: Pools
+) -> None:
+    with pytest.raises(RankError) as error:
+        zero_pools(2).run(count_small, mistake, world_size=2, timeout=60)
+    assert "SystemExit: 1" in error.value.traceback
+
+
+def call_and_log(calls: int) -> tuple[list[float], float]:
+    """All-reduce some times; return the latencies logged, and the true time, in ms."""
+    forget_earlier_group()
+    import deepspeed
+    from deepspeed.comm.comm import comms_logger
+
+    setup = load_chapter(ROOM)["deepspeed_setup"]
+    setup.prepare({"optimizer": {"params": {}}})
+    deepspeed.init_distributed("gloo")
+    deepspeed.comm.configure(enabled=True, prof_all=True, verbose=False)
+    message = torch.ones(1_000_003)
+    deepspeed.comm.all_reduce(message)
+    comms_logger.reset_data()
+    started = time.perf_counter()
+    for _ in range(calls):
+        deepspeed.comm.all_reduce(message)
+    seconds = time.perf_counter() - started
+    (by_bytes,) = comms_logger.get_raw_data().values()
+    ((_, latencies, *_),) = by_bytes.values()
+    deepspeed.comm.configure(enabled=False)
+    return latencies, 1000 * seconds
+
+
+def test_latencies_of_comms_logger_are_running_totals(zero_pools: Pools) -> None:
+    by_rank = zero_pools(2).run(call_and_log, 20, world_size=2, timeout=60)
+    assert len(by_rank) == 2
+    for latencies, took in by_rank:
+        assert len(latencies) == 20
+        # Each has all calls before it in it: the timer is never reset.
+        assert latencies == sorted(latencies)
+        assert latencies[-1] - latencies[0] < took < sum(latencies) / 3
+
+
+def may_skip_sync() -> dict[int, str]:
+    """Return by stage what an engine answers to `no_sync`."""
+    forget_earlier_group()
+    import deepspeed
+
+    modules, answers = load_chapter(CHAPTER), {}
+    for stage in range(4):
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": stage},
+        }
+        modules["deepspeed_setup"].prepare(config)
+        engine = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=config)[0]
+        try:
+            with engine.no_sync():
+                answers[stage] = ""
+        except AssertionError as error:
+            answers[stage] = str(error)
+        engine.destroy()
+    return answers
+
+
+def test_gradients_that_are_sharded_cannot_wait_for_the_last_micro_batch(
+    zero_pools: Pools,
+) -> None:
+    by_rank = zero_pools(2).run(may_skip_sync, world_size=2, timeout=60)
+    assert len(by_rank) == 2
+    for answers in by_rank:
+        assert [stage for stage, answer in answers.items() if not answer] == [0, 1]
+        for stage in (2, 3):
+            assert "no_sync context manager is incompatible" in answers[stage]
+
+
+def count_collectives() -> dict[str, tuple[list[int], int]]:
+    """Return the messages and TCP bytes of some collectives of 3,000,000 bytes."""
+    traffic, world_size = load_chapter(ROOM)["traffic"], dist.get_world_size()
+    message = torch.ones(750_000)
+    shard = torch.ones(750_000 // world_size)
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(message),
+        "all_gather": lambda: dist.all_gather_single(message, shard),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(shard, message),
+        "reduce": lambda: dist.reduce(message, dst=0),
+    }
+    found = {}
+    for name, call in calls.items():
+        before = traffic.tcp_bytes_sent()
+        with traffic.CollectiveCounter() as counter:
+            call()
+        sent = torch.tensor(float(traffic.tcp_bytes_sent() - before))
+        dist.all_reduce(sent)
+        found[name] = (counter.calls[name], int(sent))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gloo_reduce_scatter_sends_as_much_as_an_all_reduce(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    times: dict[str, float] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 2}
+    times["reduce"] = 1 + 1 / world_size
+    results = worker_pool.run(count_collectives, world_size=world_size, timeout=120)
+    assert len(results) == world_size
+    for found in results:
+        for name in ("all_reduce", "all_gather", "reduce_scatter", "reduce"):
+            messages, sent = found[name]
+            assert messages == [3_000_000]
+            once = (world_size - 1) * 3_000_000
+            assert sent / once == pytest.approx(times[name], rel=0.02), name
+
+
+# --- Nothing else changes. ----------
+
+
+SETTINGS: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.01}
+SAMPLES, BLOCK = 8, 64  # of one rank in one step
+
+
+def losses_of(stage: int | None, steps: int, parts: int) -> list[float]:
+    """Train with a stage or with DDP; return the mean loss over all ranks of a step."""
+    modules = load_chapter(CHAPTER)
+    text, mean_over_ranks = modules["text"], modules["engine_checks"].mean_over_ranks
+    tokens = text.to_tokens(text.read_text(None), None, BLOCK)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model: Any = modules["qwen"].small_model()
+    adam, losses = None, []
+    if stage is None:
+        model = DistributedDataParallel(model)
+        adam = torch.optim.AdamW(model.parameters(), **SETTINGS)
+    else:
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": SAMPLES // parts,
+            "gradient_accumulation_steps": parts,
+            "optimizer": {"type": "Adam", "params": dict(SETTINGS)},
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": stage},
+        }
+        modules["deepspeed_setup"].prepare(config)
+        model = deepspeed.initialize(model=model, config=config)[0]
+    for step in range(steps):
+        batch = text.global_batch(tokens, step, SAMPLES * world_size, BLOCK)
+        total = torch.zeros(())
+        for number, inputs in enumerate(batch.chunk(world_size)[rank].chunk(parts)):
+            if adam is None:
+                loss = model(input_ids=inputs, labels=inputs).loss
+                model.backward(loss)  # divides by the number of micro-batches itself
+                model.step()  # does nothing until it has seen that many
+                total += loss.detach() / parts
+                continue
+            is_last = number == parts - 1
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                loss = model(input_ids=inputs, labels=inputs).loss / parts
+                loss.backward()
+            total += loss.detach()
+        if adam is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+            adam.step()
+            adam.zero_grad()
+        losses.append(mean_over_ranks(total))
+    if stage is not None:
+        model.destroy()
+    return losses
+
+
+def all_curves(steps: int) -> dict[tuple[int | None, int], list[float]]:
+    """Train in ten ways."""
+    forget_earlier_group()
+    return {
+        (stage, parts): losses_of(stage, steps, parts)
+        for parts in (1, 2)
+        for stage in (None, 0, 1, 2, 3)
+    }
+
+
+def test_ddp_and_all_stages_have_the_same_losses(zero_pools: Pools) -> None:
+    by_rank = zero_pools(2).run(all_curves, 6, world_size=2, timeout=120)
+    assert len(by_rank) == 2
+    for curves in by_rank:
+        first = curves[None, 1]
+        assert len(curves) == 10 and len(first) == 6
+        assert 5.2 < first[0] < 5.6 and first[-1] < first[0] - 1
+        for curve in curves.values():
+            pairs = zip(curve, first, strict=True)
+            assert max(abs(one - other) for one, other in pairs) < 1e-5
