@@ -131,7 +131,7 @@ def test_each_script_draws_with_the_shared_letters() -> None:
     for script in SCRIPTS:
         text = (ROOT / script).read_text()
         assert "from pictures import" in text and "dpi=" not in text, script
-    assert len(SCRIPTS) == 17 and len(COMMITTED) == 25
+    assert len(SCRIPTS) == 15 and len(COMMITTED) == 23
 
 
 # --- What cannot work. ----------
