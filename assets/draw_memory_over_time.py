@@ -19,7 +19,7 @@ INK = "#222222"
 NOTES = {
     (0.43, 16.4): "activations",
     (1.46, 18.3): "flat buffer to send",
-    (2.04, 17.3): "Adam's fp32 gradients,\nthen its temporaries",
+    (2.04, 16.5): "Adam's fp32\ngradients, then\nits temporaries",
     (1.28, 11.6): "copy of the shard's gradients",
 }
 

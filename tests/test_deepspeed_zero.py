@@ -572,17 +572,18 @@ def test_stage_scripts_train_and_compare(zero_pools: Pools) -> None:
         run_the_scripts, 10, world_size=2, timeout=90
     )
     assert by_others == [""] * 4
-    last = []
+    first, last = [], []
     for stage, text in enumerate(printed):
         count = f"{PARAMETERS if stage == 0 else PARAMETERS // 2:,}"
         assert_is_a_lesson(text, stage, 2, count)
         losses = re.findall(r"^step +(\d+) \| mean loss .* ([\d.]+)$", text, re.M)
         assert [int(step) for step, _ in losses] == [1, 10]
-        assert losses[0][1] == "5.3838"
+        first.append(float(losses[0][1]))
         last.append(float(losses[1][1]))
     # In bf16 too the stages end where one process ends.
-    assert max(last) - min(last) < 2e-3 and 3.0 < min(last) < 3.1
-    assert len(last) == 4
+    assert len(first) == len(last) == 4
+    assert max(first) - min(first) < 2e-3 and 5.2 < min(first) < 5.6
+    assert max(last) - min(last) < 2e-3 and 2.9 < min(last) < 3.3
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
