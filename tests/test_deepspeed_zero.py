@@ -419,7 +419,7 @@ def test_torchrun_starts_three_ranks_and_a_checkpoint(
     assert PARAMETERS < 3 * count < PARAMETERS + 3 * 26
     assert_ended_well(result, 3, 3, count)
     assert "each of 26 tensors partitioned among 3: " in result.output
-    assert "(limit 1e-04), weights " in result.output
+    assert "(limit 1e-04), gradient norm " in result.output
 
 
 ONE_RANK = """
