@@ -1,11 +1,13 @@
 """What a run leaves on disk, and what another needs in order to resume from it.
 
 A checkpoint is written whole or not at all, the one before it is kept, and reading one
-runs no code. It belongs to the run, not to its ranks: the next may have more of them.
+asks for no code to run. It belongs to the run, not to its ranks, of which the next may
+have more.
 """
 
 import csv
 import os
+import signal
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from data import Tally
+from data import Tally, whole
 from model import GPT, GPTConfig
-from ranks import fail, gather
+from ranks import fail, gather, say
 
 # Options that must be the same when a run is resumed, besides the model's.
 LASTING = ("seed", "lr", "amp", "samples", "max_epochs", "max_steps", "text")
@@ -33,6 +35,39 @@ class Start(NamedTuple):
     content: dict[str, Any] | None = None
 
 
+class StopSignal:
+    """A signal that one rank gets first, and that all ranks obey after one step.
+
+    A cluster sends it before the time of a job is up. Were each rank to stop when it
+    gets the signal, one would leave a step early and the others would wait for it.
+    """
+
+    def __init__(self, number: int = signal.SIGUSR1) -> None:
+        """Note the signal from now on, not die of it; every rank calls this."""
+        self.noted, self.total = list[int](), torch.zeros(1)
+        self.reducing: dist.Work | None = None
+        # A tensor on a GPU could be read only after all that the GPU has yet to do.
+        is_cpu = dist.get_backend() == "gloo"
+        self.group = None if is_cpu else dist.new_group(backend="gloo")
+        # The handler outlives the run. A method of this object as the handler would
+        # keep the object and its process group alive as well, so it gets a list.
+        noted = self.noted
+        signal.signal(number, lambda number, _: noted.append(number))
+
+    def is_agreed(self) -> bool:
+        """Tell all ranks alike whether to stop; every rank calls this after each step.
+
+        The answer is a step old: its all-reduce travels while the next step is taken.
+        """
+        if self.reducing is not None:
+            self.reducing.wait()
+        if self.total.item() > 0:  # the signals that all ranks had noted a step ago
+            return True
+        self.total = torch.tensor([float(len(self.noted))])
+        self.reducing = dist.all_reduce(self.total, group=self.group, async_op=True)
+        return False
+
+
 @dataclass
 class TrainingState:
     """All that changes in a run, and what it must have in common with the next."""
@@ -43,6 +78,7 @@ class TrainingState:
     tally: Tally
     options: Namespace
     step: int = 0
+    stop: StopSignal | None = None
 
     def count(
         self, micro_batches: list[list[torch.Tensor]], loss: torch.Tensor
@@ -51,30 +87,58 @@ class TrainingState:
         self.step += 1
         self.tally.add(micro_batches, loss)
 
+    def note_signals(self) -> None:
+        """Let SIGUSR1 stop the run after a step; every rank calls this."""
+        if dist.get_rank() == 0:  # the marker is about the run before
+            requeue_marker(self.options.checkpoint).unlink(missing_ok=True)
+        self.stop = StopSignal()
+
+    def save_when_due(self) -> bool:
+        """Save every so many steps, and before a stop; every rank calls this.
+
+        Returns:
+            Whether a signal has stopped the run. A marker beside the checkpoint then
+            tells whoever started it that it is not done.
+        """
+        is_stop = self.stop is not None and self.stop.is_agreed()
+        if is_stop or self.step % self.options.checkpoint_every == 0:
+            self.save()
+        if is_stop:
+            marker = requeue_marker(self.options.checkpoint)
+            if dist.get_rank() == 0:
+                marker.touch()
+            say(f"checkpoint: stopped by a signal after step {self.step}; see {marker}")
+            # A launcher may kill all others when one has left: wait for the file.
+            dist.barrier()
+        return is_stop
+
     def save(self, validation_loss: float | None = None) -> None:
         """Write the newest checkpoint, keep the one before; every rank calls this."""
         states = [torch.get_rng_state()]
         device = next(self.model.parameters()).device
         if device.type != "cpu":
             states.append(torch.get_device_module(device).get_rng_state(device))
-        by_rank = gather((states, self.tally.seen))
+        random = gather(states)
+        seen = torch.stack(gather(self.tally.seen, self.tally.sampler.group)).sum(dim=0)
+        # The plain model's: DDP would put "module." before every name.
+        model = gathered(self.model.state_dict())
+        optimizer = gathered(self.optimizer.state_dict())
         if dist.get_rank() > 0:
             return
         path, text = self.options.checkpoint, self.options.text
         content = {
             "config": asdict(self.model.config),
-            # The plain model's: DDP would put "module." before every name.
-            "model": self.model.state_dict(),
+            "model": model,
             "validation_loss": validation_loss,
             "text": None if text is None else str(text.resolve()),
             "training": {
                 "step": self.step,
                 "global_batch_size": self.tally.sampler.global_batch_size,
                 "settings": lasting_settings(self.options),
-                "optimizer": self.optimizer.state_dict(),
+                "optimizer": optimizer,
                 "schedule": self.schedule.state_dict(),
-                "seen": torch.stack([seen for _, seen in by_rank]).sum(dim=0),
-                "random": [states for states, _ in by_rank],
+                "seen": seen,
+                "random": random,
             },
         }
         write_whole(path, content)
@@ -89,10 +153,10 @@ class TrainingState:
             return "checkpoint: none yet"
         training, rank = start.content["training"], dist.get_rank()
         self.step = start.step
-        self.model.load_state_dict(start.content["model"])
-        self.optimizer.load_state_dict(training["optimizer"])
+        load_sharded(self.model, self.optimizer, start.content)
         self.schedule.load_state_dict(training["schedule"])
-        if rank == 0:  # the other ranks' counts are added to it when they are needed
+        # The counts of the others that share out the samples are added when needed.
+        if dist.get_rank(self.tally.sampler.group) == 0:
             self.tally.seen += training["seen"]
         # On another number of ranks nobody is the rank that it was: all go on with the
         # new random numbers that they have begun.
@@ -117,6 +181,52 @@ class TrainingState:
         )
 
 
+def gathered(state: Any) -> Any:
+    """Return a state dict without shards, on the CPU; every rank calls this.
+
+    Chapters that shard parameters use this file too: a DTensor is gathered, one at a
+    time, and what is written is what one process would write.
+    """
+    if isinstance(state, torch.Tensor):
+        return whole(state).cpu()
+    if isinstance(state, dict):
+        return {name: gathered(value) for name, value in state.items()}
+    if isinstance(state, list):
+        return [gathered(value) for value in state]
+    return state
+
+
+def load_sharded(
+    model: GPT, optimizer: torch.optim.Optimizer, content: dict[str, Any]
+) -> None:
+    """Load a checkpoint's model and optimizer; each rank keeps what it has to hold.
+
+    The parameters' own layout decides: plain tensors are copied, of a tensor whose
+    parameter is a DTensor the rank keeps its shard.
+    """
+
+    def like(value: torch.Tensor, own: Any) -> torch.Tensor:
+        if not hasattr(own, "placements") or value.shape != own.shape:
+            return value
+        from torch.distributed.tensor import distribute_tensor
+
+        value = value.to(own.device)
+        return distribute_tensor(value, own.device_mesh, own.placements)
+
+    own = model.state_dict()
+    weights = {name: like(v, own[name]) for name, v in content["model"].items()}
+    model.load_state_dict(weights)
+    saved = content["training"]["optimizer"]
+    # The optimizer of a pipeline stage has fewer than the file.
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = dict(enumerate(held))
+    state = {
+        number: {n: like(value, parameters.get(number)) for n, value in one.items()}
+        for number, one in saved["state"].items()
+    }
+    optimizer.load_state_dict(saved | {"state": state})
+
+
 def write_whole(path: Path, content: dict[str, Any]) -> None:
     """Write the newest checkpoint so that a crash at any moment leaves a whole one.
 
@@ -139,6 +249,11 @@ def write_whole(path: Path, content: dict[str, Any]) -> None:
 def previous(path: Path) -> Path:
     """Name the checkpoint before the newest."""
     return path.with_name(path.name + ".previous")
+
+
+def requeue_marker(path: Path) -> Path:
+    """Name the file that says that a run was stopped and wants to be started again."""
+    return path.with_name(path.name + ".requeue")
 
 
 def lasting_settings(options: Namespace) -> dict[str, Any]:
@@ -264,7 +379,8 @@ def check_restarts() -> None:
 
     By default torch 2.13's agent holds the store in which its ranks meet, and keeps it
     when it starts them again. A rank that is first to arrive finds the addresses of
-    those that have died there, and fails or waits for them (pytorch#135712).
+    those that have died there, and fails or waits for them (pytorch#135712). A variable
+    makes the ranks bring a store of their own, but not under the static rendezvous.
 
     Raises:
         ValueError: torchrun is to start ranks again, and uses such a store.
@@ -273,7 +389,8 @@ def check_restarts() -> None:
     if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         raise ValueError(
             "ranks that are started again would find the addresses of dead ones; first "
-            "type: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            "type: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and give torchrun "
+            "--rdzv-backend=c10d in place of --master-port"
         )
 
 

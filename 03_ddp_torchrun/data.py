@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ranks import gather
@@ -138,14 +137,21 @@ class StepSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self, samples: int, global_batch_size: int, batch_size: int, seed: int
+        self,
+        samples: int,
+        global_batch_size: int,
+        batch_size: int,
+        seed: int,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         """Cut a rank's shard of each step into micro-batches of `batch_size` at most.
 
         The ranks' shards may differ by one sample, so even in their micro-batches.
+        `group` holds the ranks that shard the samples; None: all ranks.
         """
         self.samples, self.global_batch_size = samples, global_batch_size
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.shard = len(range(self.rank, global_batch_size, self.world_size))
         self.micro_batches = -(-self.shard // batch_size)  # of one step
         self.batch_size = batch_size
@@ -176,14 +182,15 @@ class StepLoader:
         global_batch_size: int,
         options: Namespace,
         device: torch.device,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         """Load as train.py's options say; `options.workers` is 0 for none."""
         self.sampler = StepSampler(
-            len(dataset), global_batch_size, options.batch_size, options.seed
+            len(dataset), global_batch_size, options.batch_size, options.seed, group
         )
         # A worker draws its seed from here. From a global generator that all ranks have
         # seeded alike, worker 0 of all ranks would draw the same random numbers.
-        generator = torch.Generator().manual_seed(options.seed + dist.get_rank())
+        generator = torch.Generator().manual_seed(options.seed + self.sampler.rank)
         self.loader = DataLoader(
             dataset,
             batch_sampler=self.sampler,
@@ -204,20 +211,25 @@ class StepLoader:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, dataset: WindowDataset, batch_size: int = 32) -> float:
+def evaluate(
+    model: nn.Module,
+    dataset: WindowDataset,
+    batch_size: int = 32,
+    group: dist.ProcessGroup | None = None,
+) -> float:
     """Return the mean loss over all samples, each counted once; every rank calls it."""
     device = next(model.parameters()).device
     total = torch.zeros(2, device=device)  # the sum of the losses, how many they are
     was_training = model.training
     model.eval()
-    shard = range(dist.get_rank(), len(dataset), dist.get_world_size())
+    shard = range(dist.get_rank(group), len(dataset), dist.get_world_size(group))
     for start in range(0, len(shard), batch_size):
         inputs, labels = dataset.batch(shard[start : start + batch_size])
         loss = model(inputs.to(device), labels.to(device))
         total += torch.stack([loss * len(inputs), loss.new_tensor(len(inputs))])
     model.train(was_training)
     # The mean of the ranks' means would be another number: shards differ in size.
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
     return (total[0] / total[1]).item()
 
 
@@ -245,9 +257,10 @@ class Tally:
     def recent(self) -> tuple[float, float]:
         """Return mean loss and tokens per second since the last call; all call it."""
         sums = torch.stack(self.sums[self.reported :])
-        loss = sum(gather(sums.mean().item())) / self.sampler.global_batch_size
+        batch_size = self.sampler.global_batch_size
+        loss = sum(gather(sums.mean().item(), self.sampler.group)) / batch_size
         now = time.perf_counter()
-        tokens = len(sums) * self.sampler.global_batch_size * self.dataset.block_size
+        tokens = len(sums) * batch_size * self.dataset.block_size
         rate = tokens / (now - self.started)
         self.reported, self.started = len(self.sums), now
         return loss, rate
@@ -259,8 +272,9 @@ class Tally:
             RuntimeError: a sample was lost or counted twice, by this run or by those
                 that it resumes.
         """
-        local_losses = gather(torch.stack(self.sums).mean().item() / self.sampler.shard)
-        total = torch.stack(gather(self.seen)).sum(dim=0)
+        local_loss = torch.stack(self.sums).mean().item() / self.sampler.shard
+        local_losses = gather(local_loss, self.sampler.group)
+        total = torch.stack(gather(self.seen, self.sampler.group)).sum(dim=0)
         self.seen.zero_()
         batch_size = self.sampler.global_batch_size
         different, counted = int((total > 0).sum()), int(total.sum())
@@ -278,21 +292,34 @@ class Tally:
         return [*lines, f"global batch size x steps = {product} different samples"]
 
 
-def gradient_error(ddp_model: DistributedDataParallel, dataset: WindowDataset) -> float:
-    """Return the largest relative error of DDP's gradient, next to one process's.
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor; if ranks hold shards of it (DTensor), all call this."""
+    return getattr(tensor, "full_tensor", tensor.detach)()
 
-    Each rank computes it alone on two samples of every rank, then with the others on
-    two of its own; every rank calls this.
+
+def gradient_error(
+    parallel_model: nn.Module,
+    plain_model: nn.Module,
+    dataset: WindowDataset,
+    group: dist.ProcessGroup | None = None,
+) -> float:
+    """Return the largest relative error of the ranks' gradient, next to one process's.
+
+    Each rank computes it alone with `plain_model` (which may be the one inside DDP) on
+    two samples of every rank of the group, then with the others on two of its own;
+    every rank calls this.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    ddp_model.eval()  # dropout would draw other values in each of the two
-    parameters = list(ddp_model.parameters())
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    parallel_model.eval()  # dropout would draw other values in each of the two
+    plain_model.eval()
+    parameters = list(plain_model.parameters())
     batch = dataset.batch([i % len(dataset) for i in range(2 * world_size)])
     inputs, labels = (part.to(parameters[0].device) for part in batch)
-    alone = torch.autograd.grad(ddp_model.module(inputs, labels), parameters)
-    ddp_model.zero_grad()
-    ddp_model(inputs.chunk(world_size)[rank], labels.chunk(world_size)[rank]).backward()
-    ours = [p.grad for p in parameters if p.grad is not None]
+    alone = torch.autograd.grad(plain_model(inputs, labels), parameters)
+    parallel_model.zero_grad()
+    own_inputs, own_labels = (x.chunk(world_size)[rank] for x in (inputs, labels))
+    parallel_model(own_inputs, own_labels).backward()
+    ours = [whole(p.grad) for p in parallel_model.parameters() if p.grad is not None]
     # A NaN stays in a tensor's maximum; Python's max() would drop it.
     errors = [(mine - g).abs().max() for mine, g in zip(ours, alone, strict=True)]
     largest = torch.stack([g.abs().max() for g in alone]).max()

@@ -145,7 +145,7 @@ class GPT(nn.Module):
     ) -> str:
         """Continue `prompt` (at least one byte) by `length` sampled bytes."""
         self.eval()  # dropout is for training alone
-        device = self.token_embedding.weight.device
+        device = next(self.parameters()).device
         draw = torch.Generator().manual_seed(seed)
         tokens = torch.tensor([list(prompt)], device=device)
         for _ in range(length):

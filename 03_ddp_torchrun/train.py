@@ -61,19 +61,19 @@ def lr_factor(step: int, total_steps: int) -> float:
 
 
 def add_gradients(
-    forward: Any, ddp_model: DDP, micro_batches: list, global_batch_size: int, amp: bool
+    forward: Any, model: DDP, micro_batches: list, global_batch_size: int, amp: bool
 ) -> Tensor:
     """Run a step's forward and backward passes; return this rank's sum of losses.
 
-    `forward` is `ddp_model`, perhaps compiled. A micro-batch is (indices, inputs,
+    `forward` is `model`, perhaps compiled. A micro-batch is (indices, inputs,
     labels), the last two (B, T). Every rank calls this with its own; then all hold the
     gradient of the mean loss over the `global_batch_size` samples of all ranks.
     """
-    device = next(ddp_model.parameters()).device
+    device = next(model.parameters()).device
     loss_sum = torch.zeros((), device=device)
     for i, (_, *tokens) in enumerate(micro_batches, start=1):
-        # One all-reduce a step. DDP asks for no_sync in the forward pass already.
-        with nullcontext() if i == len(micro_batches) else ddp_model.no_sync():
+        # One all-reduce a step. DDP decides in the forward pass whether to make it.
+        with nullcontext() if i == len(micro_batches) else model.no_sync():
             inputs, labels = (part.to(device, non_blocking=True) for part in tokens)
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 loss = forward(inputs, labels) * len(inputs)
@@ -119,6 +119,7 @@ def main(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed + dist.get_rank())  # dropout differs between ranks
     if options.checkpoint:
         say(run.restore(start))
+        run.note_signals()
     log = checkpoint.open_log(options.log_to, run.step)
     loss_before = data.evaluate(model, held_out)
     bar = tqdm(total=total_steps, initial=run.step, disable=dist.get_rank() > 0 or None)
@@ -129,7 +130,7 @@ def main(options: argparse.Namespace) -> None:
         tally.start()
         for step, batches in enumerate(loader.steps(epoch, first, steps), first + 1):
             loss = add_gradients(forward, ddp_model, batches, global_batch, options.amp)
-            # Every rank holds the same gradient, so all of them clip it alike.
+            # All ranks clip alike: each knows the norm of the whole gradient.
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -146,20 +147,19 @@ def main(options: argparse.Namespace) -> None:
                 log(run.step, loss=loss, lr=lr, tokens_per_second=rate)
             if step == steps:
                 say("\n".join(f"epoch {epoch} | {line}" for line in tally.end(steps)))
-            if options.checkpoint and run.step % options.checkpoint_every == 0:
-                run.save()
+            # Every so many steps; and the last time if a signal said to stop.
+            if options.checkpoint and run.save_when_due():
+                return ranks.leave()
 
     bar.close()
     loss_after = data.evaluate(model, held_out)
-    say(
-        f"validation: {loss_before:.2f} nats per byte before, {loss_after:.2f} after "
-        f"({loss_after / math.log(2):.2f} bits per byte)"
-    )
+    after = f"{loss_after:.2f} after ({loss_after / math.log(2):.2f} bits per byte)"
+    say(f"validation: {loss_before:.2f} nats per byte before, {after}")
     say(model.generate(b"    def ", 200, temperature=0.8, seed=options.seed))
     if options.checkpoint:
         run.save(loss_after)
         say(f"checkpoint: {options.checkpoint}")
-    error = max(gather(data.gradient_error(ddp_model, held_out)))
+    error = max(gather(data.gradient_error(ddp_model, model, held_out)))
     is_right = ranks.same_on_all_ranks(model.parameters()) and error < 1e-5
     bits = f"{world_size} rank(s) hold the same bits"
     ranks.check(is_right, f"{bits}, and a gradient {error:.0e} from one process's")

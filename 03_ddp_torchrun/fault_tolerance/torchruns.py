@@ -6,6 +6,7 @@ import queue
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,12 @@ from ranks import fail
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 PATIENCE = 180.0  # seconds for the next thing to happen
+
+
+def free_port() -> int:
+    """Return a TCP port that was free a moment ago, for those that must be told one."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 class Torchruns:
@@ -54,12 +61,16 @@ class Torchruns:
 
     def start(self, name: str, torchrun: list[str], train: list[str]) -> None:
         """Start torchrun and train.py, each with its options."""
-        command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
-        if shutil.which("setpriv"):  # to end torchrun if this script is killed
+        launcher = [sys.executable, "-m", "torch.distributed.run"]
+        self.start_command(name, [*launcher, *torchrun, str(TRAIN), *train])
+
+    def start_command(self, name: str, command: list[str]) -> None:
+        """Start a command; its errors go to the file `name`.log of the folder."""
+        if shutil.which("setpriv"):  # to end it if this script is killed
             command = ["setpriv", "--pdeathsig=KILL", *command]
-        with open(self.folder / "log", "a") as log:
+        with open(self.folder / f"{name}.log", "a") as log:
             process = self.running[name] = subprocess.Popen(
-                [*command, str(TRAIN), *train],
+                command,
                 cwd=self.folder,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -72,6 +83,35 @@ class Torchruns:
 
         threading.Thread(target=listen, daemon=True).start()
 
+    def start_etcd(self, port: int) -> None:
+        """Start an etcd on this machine, and wait until it listens at the port."""
+        peers = f"http://127.0.0.1:{free_port()}"
+        words = [f"--listen-client-urls=http://127.0.0.1:{port}", "--enable-v2"]
+        words += [f"--advertise-client-urls=http://127.0.0.1:{port}"]
+        words += [f"--listen-peer-urls={peers}", f"--initial-cluster=default={peers}"]
+        words += [f"--initial-advertise-peer-urls={peers}"]
+        self.start_command(
+            "etcd", ["etcd", f"--data-dir={self.folder / 'etcd'}", *words]
+        )
+        end = time.monotonic() + PATIENCE
+        while self.running["etcd"].poll() is None and time.monotonic() < end:
+            with contextlib.suppress(ConnectionRefusedError):
+                return socket.create_connection(("127.0.0.1", port)).close()
+            time.sleep(0.1)
+        sys.exit(f"etcd does not come up; {self.errors('etcd')[-1:]}")
+
+    def errors(self, name: str) -> list[str]:
+        """Return the lines that a torchrun and its ranks have written as errors."""
+        return (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
+
+    def last_error(self, names: list[str]) -> str:
+        """Return what the last exception of these torchruns and their ranks says."""
+        lines = "\n".join(line for name in names for line in self.errors(name))
+        pattern = r"^(?:\[rank\d+\]: )?[\w.]+Error: (\S.*)"
+        told = re.findall(pattern, lines, re.M) or [""]
+        # The first sentence, without the place in gloo's source and the address.
+        return re.sub(r"^\[/\S+\] | \[[\d.]+\]:\d+", "", told[-1]).partition(". ")[0]
+
     def wait_for(self, pattern: str) -> list[str]:
         """Wait for a line of any rank; return it, and those before it."""
         heard, end = [""], time.monotonic() + PATIENCE
@@ -81,7 +121,7 @@ class Torchruns:
             except queue.Empty:
                 all_ended = all(one.poll() is not None for one in self.running.values())
                 if all_ended or time.monotonic() > end:
-                    last = (self.folder / "log").read_text().splitlines()[-1:]
+                    last = {name: self.errors(name)[-1:] for name in self.running}
                     sys.exit(f"waited in vain for {pattern!r}; {last}")
         return heard[1:]
 
@@ -98,8 +138,12 @@ class Torchruns:
                 sys.exit(f"waited in vain for a checkpoint {name}")
             time.sleep(0.01)
 
-    def kill(self, name: str, rank: int | None = None) -> None:
-        """Send SIGKILL to one rank, or to the torchrun; then its ranks end, too."""
+    def kill(self, name: str, rank: int | None = None, at_once: bool = False) -> None:
+        """Send SIGKILL to one rank, or to the torchrun.
+
+        Without their torchrun the ranks end by themselves; with `at_once` they are
+        killed too, as they are when their host loses its power.
+        """
         torchrun = self.running[name]
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
             ranks = psutil.Process(torchrun.pid).children(recursive=True)
@@ -107,6 +151,6 @@ class Torchruns:
                 by_rank = {one.environ().get("RANK"): one for one in ranks}
                 return by_rank[str(rank)].kill()
             torchrun.kill()
-            for late in psutil.wait_procs(ranks, timeout=10)[1]:
+            for late in psutil.wait_procs(ranks, timeout=0 if at_once else 10)[1]:
                 late.kill()
         torchrun.wait()

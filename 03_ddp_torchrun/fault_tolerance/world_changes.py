@@ -7,11 +7,10 @@ Expect: two agents of torchrun train together, each with one rank, as two machin
 """
 
 import re
-import socket
 import sys
 
 from ranks import read_options
-from torchruns import Torchruns
+from torchruns import Torchruns, free_port
 
 TRAIN = ["--batch-size=32", "--samples=2048", "--max-epochs=1000"]
 TRAIN += ["--block-size=64", "--width=64"]
@@ -48,8 +47,7 @@ def what_ranks_said(lines: list[str]) -> tuple[bool, str]:
 def main() -> None:
     """Train with two ranks, then three, then two again."""
     read_options()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     heard: list[str] = []
 
     with Torchruns() as runs:

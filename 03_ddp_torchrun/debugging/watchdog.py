@@ -1,0 +1,72 @@
+"""A watchdog for a training loop: it notices a hang, writes it down, ends the run."""
+
+import faulthandler
+import os
+import pickle
+import socket
+import threading
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+
+def flight_record() -> bytes:
+    """Return this rank's last collectives, pickled as `torchfrtrace` wants them.
+
+    TORCH_FR_BUFFER_SIZE, in the environment when the group is made, says how many are
+    kept (by default 2,000, with 0 none). No public function returns them.
+    """
+    record = pickle.loads(_distributed_c10d._dump_fr_trace())  # pyright: ignore
+    # torch 2.13 lists gloo's default group, which is called "0", without its name;
+    # torchfrtrace then ends with a KeyError.
+    groups = record["pg_config"]
+    if "" in groups:
+        groups["0"] = groups.pop("")
+    return pickle.dumps(record)
+
+
+class Watchdog:
+    """Write down where this rank is, and what it has called, when its steps stop.
+
+    Make one on every rank, with a process group, and call `step` in the loop. If no
+    step comes for `seconds`, two files appear in `folder`: stack_RANK.txt, which says
+    in which line each thread is, and record_RANK, for `torchfrtrace`. After `grace`
+    further seconds the process ends, and its launcher ends the others.
+    """
+
+    def __init__(self, seconds: float, folder: Path, grace: float = 60.0) -> None:
+        """Say which process this rank is, and begin to watch."""
+        folder.mkdir(exist_ok=True)
+        self.seconds, self.folder, self.grace = seconds, folder, grace
+        self.rank, self.has_stepped = dist.get_rank(), threading.Event()
+        self.is_stopped = False
+        self.say(f"is process {os.getpid()} on {socket.gethostname()}")
+        threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
+
+    def say(self, text: str) -> None:
+        """Print a line by one write, or lines of several ranks would run together."""
+        print(f"rank {self.rank} {text}\n", end="", flush=True)
+
+    def step(self) -> None:
+        """Tell the watchdog that the loop makes progress."""
+        self.has_stepped.set()
+
+    def stop(self) -> None:
+        """Stop watching: what comes after the last step may take long."""
+        self.is_stopped = True
+        self.has_stepped.set()
+
+    def watch(self) -> None:
+        """Wait for a step, again and again; write and end when none comes in time."""
+        while self.has_stepped.wait(self.seconds):
+            if self.is_stopped:
+                return
+            self.has_stepped.clear()
+        with open(self.folder / f"stack_{self.rank}.txt", "w") as file:
+            faulthandler.dump_traceback(file)
+        (self.folder / f"record_{self.rank}").write_bytes(flight_record())
+        self.say(f"made no step for {self.seconds:g} s, see {self.folder}/")
+        time.sleep(self.grace)
+        os._exit(1)

@@ -1,0 +1,1 @@
+../rules/sent_bytes.py
