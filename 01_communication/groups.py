@@ -22,6 +22,7 @@ def my_group(members: list[list[int]]) -> dist.ProcessGroup:
     the same order: it is a collective of the whole world.
     """
     groups = [dist.new_group(ranks) for ranks in members]
+    # For a group that this rank is not in, new_group returns no ProcessGroup.
     (mine,) = [g for g in groups if isinstance(g, dist.ProcessGroup)]
     return mine
 

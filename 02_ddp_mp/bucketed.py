@@ -100,7 +100,7 @@ class BucketedDDP(NaiveDDP):
             bucket.work = dist.all_reduce(bucket.flat, async_op=True)
         for bucket in self.buckets:
             bucket.work.wait()
-            # A handle that is kept would keep the process group alive.
+            # A handle that is kept would keep a destroyed group's threads running.
             bucket.work, bucket.missing = None, set(bucket.views)
         self.started = 0
 

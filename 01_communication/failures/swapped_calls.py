@@ -18,8 +18,8 @@ def main() -> None:
         dist.all_reduce(x)
         dist.broadcast(x, src=0)
     else:
-        # WRONG: rank 0 is in all_reduce, rank 1 in broadcast. Nothing tells a call
-        # from another but its place in the order. Write the order of rank 0.
+        # WRONG: rank 0 is in all_reduce, rank 1 in broadcast. Calls are
+        # matched by their order alone. Make them here in rank 0's order.
         dist.broadcast(x, src=0)
         dist.all_reduce(x)
     dist.destroy_process_group()
