@@ -1,213 +1,109 @@
 """Train one model whose parts live in three kinds of process.
 
 Run: python 04_rpc_parameter_server/train.py
-Needs: this folder and requirements.txt. A GPU for each trainer is used if there is.
-Expect: a master, a parameter server and two trainers start; after three epochs the
-    model tells six packages of Python's library apart in files it has never seen; then
-    a `check:` that all trainers pass.
-Before: 04_rpc_parameter_server/rpc_in_four_calls.py
-Next: 04_rpc_parameter_server/asynchronous.py
+Expect: four processes; a model that tells six packages apart in files it has not seen.
 """
 
-import os
-import signal
-import sys
-from datetime import timedelta
-from pathlib import Path
+import time
+from argparse import Namespace
+from itertools import islice
 
 import torch
 import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch.distributed.nn import RemoteModule
+from torch.distributed.optim import DistributedOptimizer
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
-import table
-from meeting import (
-    NAMED,
-    PortTaken,
-    before_the_end,
-    host_store,
-    joined,
-    own_address,
-    reach_store,
-    say,
-)
-from model import WIDTH
-from options import parse_args, refuse
-from trainer import (
-    SERVER,
-    Settings,
-    first_line,
-    in_group,
-    local_rank_of,
-    run_trainer,
-    used_devices,
-)
-from world import launch
+import served_table
+from classifier import ROWS, Batch, EagerSGD, HybridModel, dense_part, load_samples
+from ranks import fail, number, read_options, say
+from served_table import accuracy
+from supervised_roles import ROLE_OPTIONS, SERVER, run_roles, run_trainer
 
 
-def choose_device(local_rank: int, local_world_size: int) -> tuple[torch.device, str]:
-    """Give each rank an accelerator of its own, or every rank the CPU; say why."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return torch.device("cpu"), "no accelerator found"
-    kind, found = accelerator.type, torch.accelerator.device_count()
-    if dist.get_default_backend_for_device(kind) == "gloo":
-        return torch.device("cpu"), f"no backend connects {kind} devices"
-    if found < local_world_size:
-        return torch.device("cpu"), f"{found} {kind} for {local_world_size} local ranks"
-    torch.accelerator.set_device_index(local_rank)
-    return torch.device(kind, local_rank), f"{found} {kind}, one for each local rank"
+def hybrid_step(
+    model: HybridModel, optimizer: DistributedOptimizer, batch: Batch
+) -> torch.Tensor:
+    """Take one step of a model whose parts live in several processes.
 
-
-def be_master(settings: Settings) -> bool:
-    """Make the table on the server, start the trainers, wait for them.
-
-    Returns:
-        Whether that could be done: the server may have a table of another size.
+    Each process keeps the gradients of this step under the context's number. So
+    trainers do not mix up theirs, and there is nothing to zero.
     """
-    found = rpc.rpc_sync(SERVER, table.shape_in_file)
-    shape = (settings.rows, WIDTH)
-    if found not in (None, shape):
-        text = f"the server's file holds a table of {found}, not {shape}; give --rows"
-        say("master", f"{text} as then, or the server another --table")
-        rpc.rpc_sync(SERVER, table.release)
-        return False
-    say("master", f"asking for a table of {settings.rows} rows of {WIDTH} numbers")
-    remote_table = RemoteModule(
-        SERVER, table.ServedTable, args=(settings.rows, WIDTH, settings.seed)
-    )
+    indices, offsets, labels = batch
+    with dist_autograd.context() as context_id:
+        # A call to the server: row numbers go there, a sum of rows per bag returns.
+        scores = model(indices, offsets)
+        loss = cross_entropy(scores, labels.to(scores.device))
+        # A second call carries the gradients of these sums. The dense part's go
+        # through DDP, which waits for all trainers; the server waits for nobody.
+        dist_autograd.backward(context_id, [loss])
+        # A third: each process steps the parameters that it owns.
+        optimizer.step(context_id)
+    return loss.detach()
+
+
+def be_trainer(device: torch.device, table: RemoteModule, options: Namespace) -> list:
+    """Be a trainer, as the master has asked by RPC; return what is right at the end."""
+    training, held_out = load_samples(options.rows)
+    start = rpc.rpc_sync(SERVER, served_table.whole_table)
+    dense = DistributedDataParallel(dense_part(options.seed).to(device))
+    model = HybridModel(table, dense)
+    parameters = [*table.remote_parameters(), *map(rpc.RRef, dense.parameters())]
+    optimizer = DistributedOptimizer(EagerSGD, parameters, lr=options.lr)
+    say(f"trainer 0: {len(training)} samples; {len(held_out)} held out, of other files")
+    say(f"trainer 0: untrained {accuracy(model, held_out):.1%} right, by chance 16.7%")
+    done, rank, world_size = 0, dist.get_rank(), dist.get_world_size()
+    batches = training.batches(options.batch_size, rank, world_size)
+    of_epoch = len(training) // (options.batch_size * world_size)
+    for epoch in range(options.epochs):
+        began = time.perf_counter()
+        steps = islice(batches, min(of_epoch, options.max_steps - done))
+        losses = [hybrid_step(model, optimizer, batch) for batch in steps]
+        if not losses:
+            break
+        done, rate = done + len(losses), len(losses) / (time.perf_counter() - began)
+        loss = torch.stack(losses).mean()
+        dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+        text = f"trainer 0: epoch {epoch} | step {done:3} | mean loss {loss:.3f}"
+        say(f"{text} | {accuracy(model, held_out):.1%} right | {rate:.0f} steps/s")
+    return served_table.check_trainers(model, options, start, done)
+
+
+def be_master(place: tuple[str, int], options: Namespace) -> None:
+    """Have the server make the table, start the trainers, wait for them."""
+    if problem := rpc.rpc_sync(SERVER, served_table.other_shape, (options.rows,)):
+        fail(problem)
+    print(f"master: asking for a table of {options.rows} rows", flush=True)
+    table = RemoteModule(SERVER, served_table.ServedTable, (options.rows, options.seed))
     # Each call returns at once, with a future, and may then take any time.
+    work = options.trainers, place, be_trainer, table, options
     futures = [
-        rpc.rpc_async(
-            f"trainer{rank}", run_trainer, args=(remote_table, settings), timeout=0
-        )
-        for rank in range(settings.trainers)
+        rpc.rpc_async(f"trainer{rank}", run_trainer, (rank, *work), timeout=0)
+        for rank in range(options.trainers)
     ]
-    # All trainers return the same lines, or an error, which is raised here.
-    results = torch.futures.wait_all(futures)
-    rpc.rpc_sync(SERVER, table.release)
-    for line in results[0]:
-        say("master", f"check: {line}")
-    return True
-
-
-def save_and_say() -> None:
-    """Save the server's table, if there is a file for it and nobody has done so yet."""
-    if file := table.save_once():
-        say(SERVER, f"table saved to {file}")
-
-
-def be_parameter_server(file: Path | None) -> None:
-    """Hold the table until the master says that it is over, or a signal does."""
-    signals: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda received, _: signals.append(received))
-    if file:
-        table.file.append(file)
-        before_the_end.append(save_and_say)
-    table.ready.set()
-    # Calls are answered by RPC's threads. This one must stay in Python: a signal
-    # that arrives inside rpc.shutdown() would be noticed only when that returns.
-    while not signals and not table.nobody_needs_it.wait(0.1):
-        pass
-    save_and_say()
-    if signals:
-        say(SERVER, f"stopped by {signal.Signals(signals[0]).name}")
-        os._exit(128 + signals[0])
-
-
-def join_trainers(
-    rank: int, trainers: int, store: dist.TCPStore, device: torch.device
-) -> None:
-    """Form the process group in which DDP averages the dense part's gradients.
-
-    RPC's own meeting point is held by the master; this one by trainer 0, which is
-    another process. Two processes cannot listen at one port, so there are two.
-
-    Args:
-        rank: of this trainer.
-        trainers: how many there are.
-        store: RPC's meeting point.
-        device: where the dense part will be; it decides what carries its gradients.
-    """
-    if rank == 0:
-        group_store = host_store(own_address(store))
-        store.set("group", f"{group_store.host} {group_store.port}")
-    else:
-        address, port = store.get("group").decode().split()
-        group_store = reach_store(address, int(port), 30)
-    used_devices.append(device)
-    dist.init_process_group(
-        dist.get_default_backend_for_device(device),
-        store=group_store,
-        rank=rank,
-        world_size=trainers,
-        timeout=timedelta(minutes=5),
-    )
-    in_group.set()
-
-
-def be_one(
-    name: str, store: dist.TCPStore, settings: Settings, file: Path | None
-) -> bool:
-    """Do what the process of this name does; tell whether the run could take place."""
-    if name == "master":
-        return be_master(settings)
-    if name == SERVER:
-        be_parameter_server(file)
-        return True
-    rank = int(name.removeprefix("trainer"))
-    device, reason = choose_device(*local_rank_of(rank, settings.trainers, store))
-    backend = dist.get_default_backend_for_device(device)
-    first_line.append(f"device: {device.type} with {backend} ({reason})")
-    join_trainers(rank, settings.trainers, store, device)
-    # The rest of a trainer's work is a call that comes from the master.
-    return True
+    checks = torch.futures.wait_all(futures)[0]  # an error on a trainer is raised here
+    rpc.rpc_sync(SERVER, served_table.release)
+    print("\n".join(f"master: check: {line}" for line in checks), flush=True)
 
 
 def main() -> None:
-    """Start all processes here, or be one of them."""
-    args = parse_args()
-    settings = Settings(
-        trainers=args.trainers,
-        rows=args.rows,
-        batch_size=args.batch_size,
-        epochs=args.epochs,
-        max_steps=args.max_steps,
-        lr=args.lr,
-        seed=args.seed,
+    """Start all roles here, or be the one that `--role` names."""
+    options = read_options(
+        trainers={"type": number(1, 62), "default": 2},
+        batch_size={"type": number(1, 10**6), "default": 16, "help": "of a trainer"},
+        epochs={"type": number(1, 10**6), "default": 3},
+        max_epochs={"type": number(1, 10**6), "dest": "epochs", "help": "the same"},
+        max_steps={"type": number(1, 10**9), "default": 10**9},
+        lr={"type": number(1e-9, 1e9), "default": 0.1},
+        rows={"type": number(1, 10**8), "default": ROWS, "help": "of the table"},
+        seed={"type": int, "default": 0},
+        **ROLE_OPTIONS | served_table.TABLE_OPTION,
     )
-    # The master comes first: RPC's rank 0 is the one that the others ask for.
-    names = ["master", SERVER, *(f"trainer{rank}" for rank in range(args.trainers))]
-    if args.role is None:
-        launch(names, be_one, settings, args.table)
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    name = f"trainer{args.rank}" if args.role == "trainer" else args.role
-    address, port = args.master_addr, args.master_port
-    try:
-        is_master = name == "master"
-        store = (
-            host_store(address, port)
-            if is_master
-            else reach_store(address, port, args.patience)
-        )
-    except PortTaken as error:
-        refuse(f"{error}; check --master-addr, or choose another --master-port")
-    except TimeoutError:
-        refuse(f"no master at {address}:{port} after {args.patience:g} s")
-    could_be = True
-    try:
-        with joined(name, names, store, address, "master", args.patience):
-            could_be = be_one(name, store, settings, args.table)
-    except TimeoutError as missing:
-        say(name, f"{missing} did not come within {args.patience:g} s; ending")
-        os._exit(NAMED)
-    except dist.DistError:
-        say(name, "master has died or cannot be reached; ending")
-        os._exit(NAMED)
-    if not could_be:
-        sys.exit(2)
+    served_table.check_options(options)
+    run_roles({"master": be_master, SERVER: served_table.serve}, options)
 
 
 if __name__ == "__main__":

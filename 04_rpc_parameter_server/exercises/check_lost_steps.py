@@ -1,0 +1,104 @@
+"""Check the steps of two trainers, and say in words which of them are lost."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
+
+from ask_ranks import ask_ranks
+from ranks import read_options
+from rpc_between_ranks import CountingLock, open_rpc
+
+# Both trainers change row 0, and each a row of its own, which it names twice. A step
+# adds 1 to a row each time the row is named.
+NAMES = ["server", "trainer1", "trainer2"]
+STEPS, LR = 20, 0.5
+# These two are the server's. RPC serves calls in several threads at once; who changes
+# the table in one of them says so: `with TABLE_LOCK:`.
+TABLE = torch.zeros(3, 4)
+TABLE_LOCK = CountingLock()
+StepOnServer = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+def check_lost_steps(answer: StepOnServer) -> None:
+    """Start a server and two trainers, and let both try the answer."""
+    read_options()
+    claim = f"all {2 * STEPS} steps of two trainers are in the table"
+    ask_ranks(try_with_rpc, answer, len(NAMES), claim)
+
+
+def try_with_rpc(answer: StepOnServer) -> str:
+    """Join RPC, and try the answer."""
+    rank = dist.get_rank()
+    open_rpc(NAMES[rank], rank, len(NAMES))
+    return try_steps(answer)
+
+
+def table_at_the_end() -> torch.Tensor:
+    """Return the table; runs on the server."""
+    return TABLE
+
+
+def times_locked() -> int:
+    """Tell how often the table was locked; runs on the server."""
+    return TABLE_LOCK.times
+
+
+def explain_table(found: torch.Tensor, own: int) -> str:
+    """Say in words which steps are missing, or nothing."""
+    rows = [set(row) for row in found.tolist()]
+    if any(len(row) > 1 for row in rows):
+        return "the numbers in a row differ, though all get the same gradient"
+    shared, mine = rows[0].pop(), rows[own].pop()
+    if shared < 2 * STEPS:
+        return (
+            f"row 0, which both trainers change, has {shared:g} of {2 * STEPS} steps: "
+            "somebody read it, then the other wrote it, then the first overwrote that. "
+            "A lock in a trainer's process would lock nobody else"
+        )
+    if mine == STEPS:
+        return (
+            f"row {own} has {mine:g} of {2 * STEPS} steps: its number comes twice in a "
+            "call, and counts once"
+        )
+    if (shared, mine) != (2 * STEPS, 2 * STEPS):
+        return f"rows 0 and {own} hold {shared:g} and {mine:g}, not {2 * STEPS} each"
+    return ""
+
+
+def try_steps(answer: StepOnServer) -> str:
+    """Be the server, or a trainer that takes its steps; say what came of them."""
+    own, call, calls, failed = dist.get_rank(), rpc.rpc_sync, 0, ""
+    trainers: Any = dist.new_group([1, 2])
+    if own == 0:
+        dist.barrier()  # the server answers calls until both trainers have looked
+        return ""
+
+    def call_and_wait(*args: Any, **kwargs: Any) -> Any:
+        """Let no trainer make its second call before both have made their first."""
+        nonlocal calls
+        result = call(*args, **kwargs)
+        calls += 1
+        if calls == 1:
+            dist.barrier(trainers)
+        return result
+
+    numbers = torch.tensor([0, own, own])
+    try:
+        with mock.patch.object(rpc, "rpc_sync", call_and_wait):
+            for _ in range(STEPS):
+                answer(numbers, torch.full((3, 4), -1 / LR))
+    except RuntimeError as error:
+        failed = f"a call ended with: {str(error).splitlines()[0]}"
+    if calls == 0:
+        dist.barrier(trainers)
+    dist.barrier(trainers)  # both have taken their last step
+    if not failed:
+        failed = explain_table(call("server", table_at_the_end), own)
+    if not failed and call("server", times_locked) < 2 * STEPS:
+        failed = "no step is missing this time, but not every one has locked the table"
+    dist.barrier()
+    return failed

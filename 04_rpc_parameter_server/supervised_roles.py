@@ -1,0 +1,1 @@
+supervision/supervised_roles.py
