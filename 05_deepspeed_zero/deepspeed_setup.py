@@ -28,7 +28,8 @@ import torch.distributed as dist
 import ranks
 
 MOST_RANKS = 16  # on one machine; more are a typing error
-# The top-level keys of DeepSpeed's documented training config:
+# The top-level keys that DeepSpeed 0.19.8 reads, documented or not, and those that it
+# has removed: for these it raises an error of its own, which says what to use instead.
 # https://www.deepspeed.ai/docs/config-json/
 KNOWN_KEYS = {
     *("train_batch_size", "train_micro_batch_size_per_gpu"),
@@ -41,7 +42,13 @@ KNOWN_KEYS = {
     *("activation_checkpointing", "sparse_attention", "data_efficiency"),
     *("checkpoint", "tensorboard", "wandb", "csv_monitor", "compression_training"),
     *("curriculum_learning", "elasticity", "autotuning", "compile", "log_level"),
-    *("tensor_parallel", "sequence_parallel_size", "seed", "disable_allgather"),
+    *("tensor_parallel", "sequence_parallel_size", "disable_allgather"),
+    *("data_parallel_size", "expert_parallel", "use_data_before_expert_parallelism"),
+    *("pipeline", "hybrid_engine", "gradient_allreduce_op", "bfloat16", "comet"),
+    *("seq_parallel_communication_data_type", "managed_gradient_accumulation"),
+    *("dataloader_drop_last", "datastates_ckpt", "disable_python_gc", "timers"),
+    *("vocabulary_size", "weight_quantization", "nebula", "quantize_training"),
+    *("eigenvalue", "graph_harvesting", "progressive_layer_drop"),
 }
 # What a script passes to `ranks.read_options`. The launcher adds the second by itself;
 # the environment's LOCAL_RANK says the same under every launcher.

@@ -1,6 +1,5 @@
 """What a ZeRO engine holds on each rank, and what one process alone comes to."""
 
-import copy
 import math
 import sys
 from collections.abc import Callable
@@ -11,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ranks import gather
+from text import next_token_loss
 
-# Larger models are not trained a second time in one process, only to compare.
-LARGEST_COPY = 20_000_000  # parameters
 # How far the losses, and the last gradient norm and the weights, may be from one
 # process's after ten steps: the weights as a part of the way they have come. Sums in
 # another order are rounded otherwise, Adam divides by what may be nearly zero, and
@@ -104,12 +102,6 @@ def whole_weights(engine: Any) -> list[Tensor]:
     return copies
 
 
-def copy_to_compare(model: nn.Module) -> nn.Module | None:
-    """Copy an untrained model for `same_as_one_process`, or return None: too large."""
-    is_small = sum(p.numel() for p in model.parameters()) <= LARGEST_COPY
-    return copy.deepcopy(model) if is_small else None
-
-
 def partitioned_evenly(engine: Any) -> tuple[bool, str]:
     """Compare what this rank's optimizer holds with the formula, for `ranks.check`."""
     stage, world_size = engine.zero_optimization_stage(), dist.get_world_size()
@@ -149,7 +141,7 @@ def train_alone(
     for micro_batches in batches:
         losses.append(0.0)
         for inputs in micro_batches:
-            loss = model(input_ids=inputs, labels=inputs).loss
+            loss = next_token_loss(model, inputs)
             loss.backward()  # gradients add up
             losses[-1] += loss.item() / len(micro_batches)
         for p, master in zip(parameters, masters, strict=True):

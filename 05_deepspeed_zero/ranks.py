@@ -12,7 +12,6 @@ import hashlib
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -23,9 +22,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-# Optimizers and DDP import this module when they are first used. Imported after the
-# group was made, it keeps the group as a default argument, and gloo's threads run on
-# while Python ends: `terminate called without an active exception`.
+# DDP imports this module. Imported after the group was made, it keeps the group as a
+# default argument, and Python ends with `terminate called without an active exception`.
 import torch.distributed.nn
 import torch.multiprocessing as mp
 
@@ -95,9 +93,9 @@ def agree_on_device(store: dist.Store, rank: int, ranks: int, choice: str) -> No
 def join(at_least: int = 1, at_most: int = 2**20, only_cpu: bool = False):
     """Join the process group of all ranks; return this rank's device.
 
-    Every rank calls this first, as torchrun or `start_ranks` has started it. The lesson
-    needs `at_least` ranks and can show `at_most`; with `only_cpu` it uses the CPU and
-    gloo even where there are GPUs. A rank that waits five minutes for another fails.
+    Every rank calls this first, as torchrun or `start_ranks` has started it, and waits
+    five minutes at most for the others. The lesson needs `at_least` ranks and can show
+    `at_most`; with `only_cpu` it uses the CPU and gloo even where there are GPUs.
     """
     if not has_options and multiprocessing.parent_process() is None:
         read_options()
@@ -109,12 +107,11 @@ def join(at_least: int = 1, at_most: int = 2**20, only_cpu: bool = False):
     if not at_least <= world_size <= at_most:
         fail(f"not with {world_size} rank(s); {start}")
     tie_to_launcher()
-    device, reason = torch.device("cpu"), "this lesson is about the CPU"
-    if not only_cpu:
-        device, reason = choose_device(local_rank, local_size)
+    cpu = torch.device("cpu"), "this lesson is about the CPU"
+    device, reason = cpu if only_cpu else choose_device(local_rank, local_size)
     backend, timeout = dist.get_default_backend_for_device(device), timedelta(minutes=5)
     store = next(dist.rendezvous("env://", timeout=timeout))[0]
-    choice = f"{device.type} on {socket.gethostname()} ({reason})"
+    choice = f"{device.type} on {os.uname().nodename} ({reason})"
     agree_on_device(store, rank, world_size, choice)
     place = {"store": store, "rank": rank, "world_size": world_size}
     own = None if device.type == "cpu" else device
@@ -129,6 +126,9 @@ def join(at_least: int = 1, at_most: int = 2**20, only_cpu: bool = False):
 def leave() -> None:
     """Leave the process group; every rank calls this last."""
     dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:  # it keeps meshes, and they groups
+        for mesh in [x for x in gc.get_objects() if type(x).__name__ == "DeviceMesh"]:
+            mesh._pg_registry.clear()
 
 
 def tie_to_launcher() -> None:
@@ -151,10 +151,10 @@ def say(text: str, file: Any = None) -> None:
         print(text, file=file, flush=True)
 
 
-def gather(value: Any) -> list[Any]:
-    """Return the values of all ranks, in rank order; every rank calls this."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks (of a group), in order; every rank calls this."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_setup import SETUP_OPTIONS, join, leave, prepare
-from qwen import small_model
+from pretrained import MODEL_OPTIONS, model_and_tokens
 from ranks import check, read_options, say, start_ranks
-from text import global_batch, own_rows, read_text, to_tokens
+from text import global_batch
 
 STEPS, SAVE_EVERY, BLOCK_SIZE = 20, 10, 64
 CONFIG: dict[str, Any] = {
@@ -40,7 +40,7 @@ def train_and_save(engine: Any, tokens: torch.Tensor, folder: Path | None) -> No
     """Train from the engine's step to the last; save to a folder if one is given."""
     for step in range(engine.global_steps, STEPS):
         batch = global_batch(tokens, step, engine.train_batch_size(), BLOCK_SIZE)
-        rows = own_rows(batch, dist.get_rank(), dist.get_world_size()).to(engine.device)
+        rows = batch.chunk(dist.get_world_size())[dist.get_rank()].to(engine.device)
         for inputs in rows.chunk(engine.gradient_accumulation_steps()):
             loss = engine(input_ids=inputs, labels=inputs).loss
             engine.backward(loss)  # divides by the number of micro-batches
@@ -65,7 +65,7 @@ def evaluate(engine: Any, tokens: torch.Tensor) -> float:
     """Return the mean loss on text; each rank reads samples of its own."""
     world_size = dist.get_world_size()
     batch = global_batch(tokens, 0, 16 * world_size, BLOCK_SIZE)
-    inputs = own_rows(batch, dist.get_rank(), world_size).to(engine.device)
+    inputs = batch.chunk(world_size)[dist.get_rank()].to(engine.device)
     engine.eval()
     loss = engine(input_ids=inputs, labels=inputs).loss
     engine.train()
@@ -75,13 +75,14 @@ def evaluate(engine: Any, tokens: torch.Tensor) -> float:
 
 def main(options: argparse.Namespace) -> None:
     """Train or resume, evaluate, and resume once more from the first checkpoint."""
-    prepare(CONFIG, options.fused)  # before DeepSpeed is imported
-    tokens = to_tokens(read_text(None), None, BLOCK_SIZE)
-    held_out, tokens = tokens[:50_000], tokens[50_000:]
+    device = prepare(CONFIG, options.fused)  # before DeepSpeed is imported
+    # What cannot be loaded is refused in one line, before the ranks meet.
+    model, tokens = model_and_tokens(options, CONFIG, device, needed=20 * BLOCK_SIZE)
+    held_out, tokens = tokens[: len(tokens) // 20], tokens[len(tokens) // 20 :]
     join()
     import deepspeed
 
-    engine = deepspeed.initialize(model=small_model(), config=CONFIG)[0]
+    engine = deepspeed.initialize(model=model, config=CONFIG)[0]
     folder = options.checkpoints
     if (folder / "latest").exists():
         engine.load_checkpoint(folder)
@@ -94,14 +95,15 @@ def main(options: argparse.Namespace) -> None:
         deepspeed.comm.log_summary()
 
     # A project of your own ends here. This proves that a checkpoint holds all it needs.
-    again = deepspeed.initialize(model=small_model(), config=CONFIG)[0]
-    again.load_checkpoint(folder, tag=f"step_{SAVE_EVERY}")
-    train_and_save(again, tokens, None)
-    is_same = evaluate(again, held_out) == loss
+    engine.load_checkpoint(folder, tag=f"step_{SAVE_EVERY}")
+    is_same = engine.global_steps == SAVE_EVERY
+    train_and_save(engine, tokens, None)
+    is_same &= evaluate(engine, held_out) == loss
     check(is_same, f"resumed at step {SAVE_EVERY}: the same loss, to the last bit")
     leave()
 
 
 if __name__ == "__main__":
     folder = {"type": Path, "required": True, "metavar": "FOLDER"}
-    start_ranks(main, 1, read_options(checkpoints=folder, **SETUP_OPTIONS))
+    options = read_options(checkpoints=folder, **MODEL_OPTIONS, **SETUP_OPTIONS)
+    start_ranks(main, 1, options)

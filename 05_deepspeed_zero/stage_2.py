@@ -6,50 +6,57 @@ Expect: the same lines as from stage 1, to the last digit of the loss; the weigh
 """
 
 import argparse
+import copy
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from deepspeed_setup import SETUP_OPTIONS, join, leave, prepare, undo_step_of_zeros
 from engine_checks import (
-    copy_to_compare,
     describe_ranks,
     mean_over_ranks,
     partitioned_evenly,
     same_as_one_process,
     whole_weights,
 )
-from qwen import MODEL_OPTIONS, model_and_batches
+from model import GPT, GPTConfig
 from ranks import check, number, read_options, same_on_all_ranks, say, start_ranks
+from text import global_batch, next_token_loss, read_tokens
 
 CONFIG: dict[str, Any] = {
     # Samples for one rank at a time. The name says GPU and means rank.
-    "train_micro_batch_size_per_gpu": 8,
+    "train_micro_batch_size_per_gpu": 4,
     # Weights and gradients in bf16; the optimizer keeps fp32 master weights.
     "bf16": {"enabled": True},
     "optimizer": {
         # DeepSpeed's "Adam" is AdamW: weight decay apart from the gradient.
         "type": "Adam",
         # torch_adam takes PyTorch's own, so that nothing has to be compiled.
-        "params": {"lr": 3e-3, "weight_decay": 0.01, "torch_adam": True},
+        "params": {"lr": 2e-3, "weight_decay": 0.01, "torch_adam": True},
     },
     # Also what DeepSpeed does if you say nothing; 0 turns clipping off.
     "gradient_clipping": 1.0,
     "zero_optimization": {"stage": 2},
 }
-BLOCK_SIZE = 64  # tokens in a sample
+# Of a width that two ranks cannot halve, so that one sees DeepSpeed's padding.
+SIZES = GPTConfig(block_size=32, width=65, heads=5)
 
 
 def main(options: argparse.Namespace) -> None:
     """Hand a model to DeepSpeed, train, and compare with one process."""
     CONFIG["bf16"]["enabled"] = options.precision == "bf16"
     device = prepare(CONFIG, options.fused)  # before DeepSpeed is imported
-    stage = CONFIG["zero_optimization"]["stage"]
-    samples = CONFIG["train_micro_batch_size_per_gpu"]
-    model, batch_of = model_and_batches(options, stage, device, samples, BLOCK_SIZE)
-    untrained = copy_to_compare(model)
     join()
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    samples = CONFIG["train_micro_batch_size_per_gpu"] * world_size
+    # A sample is T tokens to read, and the one that follows the last.
+    sizes = {"samples": samples, "block_size": SIZES.block_size + 1}
+    batch_of = partial(global_batch, read_tokens(), **sizes)
+    torch.manual_seed(0)
+    model: Any = GPT(SIZES)  # DeepSpeed's type hint is too narrow
+    untrained = copy.deepcopy(model)
 
     import deepspeed
 
@@ -60,9 +67,8 @@ def main(options: argparse.Namespace) -> None:
     say("\n".join(describe_ranks(engine)))
     losses = []
     for step in range(options.steps):
-        inputs = batch_of(step).chunk(world_size)[rank].to(device)
-        # The labels are the inputs: the model itself shifts them by one token.
-        loss = engine(input_ids=inputs, labels=inputs).loss
+        tokens = batch_of(step).chunk(world_size)[rank].to(device)
+        loss = next_token_loss(engine, tokens)
         engine.backward(loss)  # the gradients are averaged over the ranks in here
         engine.step()  # in stages 1 to 3 a rank steps for its partition only
         losses.append(mean_over_ranks(loss))
@@ -71,11 +77,12 @@ def main(options: argparse.Namespace) -> None:
     check(*partitioned_evenly(engine))
     bits = "the same weights on each, to the last bit"
     check(same_on_all_ranks(whole_weights(engine)), bits)
-    if untrained:  # else it is too large to be trained a second time
-        check(*same_as_one_process(engine, untrained, batch_of, losses))
+    check(*same_as_one_process(engine, untrained, batch_of, losses))
     leave()
 
 
 if __name__ == "__main__":
     steps = {"type": number(1, 10**9), "default": 10, "help": "optimizer steps"}
-    start_ranks(main, 1, read_options(steps=steps, **MODEL_OPTIONS, **SETUP_OPTIONS))
+    precision = {"choices": ["bf16", "fp32"], "default": "bf16"}
+    options = read_options(steps=steps, precision=precision, **SETUP_OPTIONS)
+    start_ranks(main, 1, options)

@@ -137,7 +137,7 @@ class FullySharded(nn.Module):
 
     def before_backward(self, used: list[nn.Module], i: int) -> None:
         """Gather module `i`, start the one before it, free the one after it."""
-        # Gradients free parameters too, but no frozen ones, and tied ones too late.
+        # For frozen and tied parameters: the others are freed by their gradient.
         self.free(used[i + 1 : i + 2])
         self.gather(used, i, i - 1)
 

@@ -2,15 +2,16 @@
 
 import json
 import shutil
+import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from engine_checks import mean_over_ranks
 from qwen import small_model
-from text import global_batch, read_text, to_tokens
+from ranks import gather
+from text import global_batch, read_tokens
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 12,  # of all ranks together, for 1, 2, 3 or 4 of them
@@ -36,8 +37,7 @@ def new_engine(stage: int, universal: bool = False) -> Any:
 
 def local_loss(model: Any, step: int) -> torch.Tensor:
     """Compute the loss of this rank's samples of a step."""
-    tokens = to_tokens(read_text(None), None, BLOCK_SIZE)
-    batch = global_batch(tokens, step, CONFIG["train_batch_size"], BLOCK_SIZE)
+    batch = global_batch(read_tokens(), step, CONFIG["train_batch_size"], BLOCK_SIZE)
     inputs = batch.chunk(dist.get_world_size())[dist.get_rank()].to(model.device)
     return model(input_ids=inputs, labels=inputs).loss
 
@@ -49,14 +49,14 @@ def train_steps(engine: Any, steps: range) -> list[float]:
         loss = local_loss(engine, step)
         engine.backward(loss)
         engine.step()
-        losses.append(mean_over_ranks(loss))
+        losses.append(statistics.fmean(gather(loss.item())))
     return losses
 
 
 @torch.no_grad()
 def mean_loss(model: Any, step: int) -> float:
     """Return the mean loss over all ranks of a step without taking it."""
-    return mean_over_ranks(local_loss(model, step))
+    return statistics.fmean(gather(local_loss(model, step).item()))
 
 
 def publish(folder: Path, record: dict[str, Any]) -> dict[str, int]:

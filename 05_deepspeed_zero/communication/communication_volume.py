@@ -26,7 +26,7 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
     "comms_logger": {"enabled": True, "verbose": False, "prof_all": True},
 }
-SMALL = 100_000  # values; in stage 3 every rank keeps whole tensors of fewer
+SMALL = 100_000  # values; in stage 3 every rank keeps whole tensors of up to so many
 # In values, too, and by default for models a thousand times as large.
 ZERO = dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size"), 131_072)
 ZERO |= {"stage3_max_live_parameters": 131_072, "stage3_max_reuse_distance": 0}
@@ -74,8 +74,8 @@ def volume(stage: int, to_owner: bool, micro_batches: int, sizes: list[int]) -> 
     times = micro_batches if stage >= 2 else 1
     if stage < 3:
         return times * (1 if to_owner else 2) + (stage > 0)
-    total, small = sum(sizes), sum(count for count in sizes if count < SMALL)
-    tied = sizes[0] if sizes[0] >= SMALL else 0  # it is the output matrix as well
+    total, small = sum(sizes), sum(count for count in sizes if count <= SMALL)
+    tied = sizes[0] if sizes[0] > SMALL else 0  # it is the output matrix as well
     return (times * (2 * (total - small + tied) + total) + small) / total
 
 

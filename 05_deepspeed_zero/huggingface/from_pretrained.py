@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from deepspeed_setup import join, leave, prepare
 from peak_counter import PeakCounter
-from qwen import small_config
 from ranks import check, gather, say
 
 CONFIG: dict[str, Any] = {
@@ -25,13 +24,22 @@ CONFIG: dict[str, Any] = {
 
 def write_checkpoint(folder: str) -> dict[str, torch.Tensor]:
     """Save a Qwen2 of 28 million parameters in bf16; every rank returns its weights."""
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    config = small_config()
-    config.hidden_size, config.intermediate_size = 512, 2048
-    config.num_hidden_layers = 8
-    config.layer_types = 8 * ["full_attention"]
+    config = Qwen2Config(
+        vocab_size=256,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        # Neither token exists in a text of bytes.
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     model: Any = Qwen2ForCausalLM(config)
     model.to(torch.bfloat16)
     if dist.get_rank() == 0:

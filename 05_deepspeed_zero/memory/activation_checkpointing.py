@@ -76,8 +76,8 @@ if __name__ == "__main__":
         main,
         1,
         read_options(
-            width={"type": number(128, 8192), "default": 512},
+            width={"type": number(128, 8192), "default": 128},
             layers={"type": number(2, 99), "default": 4},
-            samples={"type": number(1, 1024), "default": 2, "help": "of 256 tokens"},
+            samples={"type": number(1, 1024), "default": 1, "help": "of 256 tokens"},
         ),
     )

@@ -58,7 +58,7 @@ def named_tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
     # Gradients that are accumulated in float32 in stage 1.
     whole = getattr(wrapper, "fp32_groups_gradients_flat", [])
     yield from (("gradients", one) for one in whole)
-    # In stage 3 the groups of the optimizer are filled during a step only.
+    # In stage 3 the optimizer's groups have `params` during a step only.
     copies = list(getattr(wrapper, "fp32_partitioned_groups_flat", []))
     copies += [p for group in (adam or wrapper).param_groups for p in group["params"]]
     yield from (("optimizer", copy) for copy in copies)

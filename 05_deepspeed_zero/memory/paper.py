@@ -1,9 +1,9 @@
-"""What a rank keeps and sends: what the ZeRO paper says, and what DeepSpeed adds.
+"""What a rank keeps: what the ZeRO paper says, and what DeepSpeed adds.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", 2020, https://arxiv.org/abs/1910.02054: section 3.1, figure 1 and table 1 for
-what is kept, section 7 for what is sent. DeepSpeed's part was found by reading 0.19.8;
-memory_per_rank.py compares it with what it counts.
+Models", 2020, https://arxiv.org/abs/1910.02054: section 3.1, figure 1 and table 1.
+DeepSpeed's part was found by reading 0.19.8; memory_per_rank.py compares it with what
+it counts.
 """
 
 from typing import NamedTuple
@@ -43,17 +43,6 @@ def paper_bytes(
     """Return the bytes of each kind that the paper's formula gives one rank."""
     each = MIXED if precision == "bf16" else FLOAT32
     return divide(each, parameters, stage, world_size)
-
-
-def values_sent(stage: int) -> int:
-    """Return what the paper has a rank send in one step, in values for each parameter.
-
-    An all-reduce counts as two: it is a reduce-scatter and an all-gather, each of which
-    sends (n - 1) / n values for each parameter, nearly one. Stages 1 and 2 leave the
-    sums where they are needed and gather the new weights instead. Stage 3 gathers the
-    weights for the forward pass and again for the backward pass.
-    """
-    return 3 if stage == 3 else 2
 
 
 # What DeepSpeed adds.
@@ -110,7 +99,7 @@ def values_added(
         stage: the ZeRO stage.
         rank: this rank.
         world_size: the number of ranks.
-        threshold: tensors of fewer values stay whole on every rank in stage 3.
+        threshold: tensors of up to so many values stay whole in stage 3.
     """
     total = sum(sizes)
     none: dict[str, float] = dict.fromkeys((*KINDS, "gathered"), 0.0)
@@ -119,7 +108,7 @@ def values_added(
     if stage == 3:
         # Every tensor is divided by itself, so each may need some zeros at its end.
         padding = sum(-(-n // world_size) for n in sizes) - total / world_size
-        small = sum(n for n in sizes if n < threshold)
+        small = sum(n for n in sizes if n <= threshold)
         return {**dict.fromkeys(KINDS, padding), "gathered": small}
     shard = shard_length(total, world_size)
     added = {"parameters": shard * world_size - total, "gradients": 0.0}
@@ -139,7 +128,7 @@ class Run(NamedTuple):
     world_size: int
     precision: str
     accumulate: str = ""  # "fp32": gradients are accumulated in it
-    threshold: int = 100_000  # stage 3: tensors of fewer values stay whole
+    threshold: int = 100_000  # stage 3: tensors of up to so many stay whole
     bucket: int = 500_000_000  # tensors of more values are reduced by themselves
 
 

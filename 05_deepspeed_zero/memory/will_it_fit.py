@@ -100,10 +100,10 @@ def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     words = {"precision": ("bf16", "fp32"), "grad_accum_dtype": ("", "fp32")}
     words |= {"offload": ("none", "optimizer", "all"), "adam": tuple(ADAMS)}
-    amounts = {"ranks": 2, "memory": 80, "tokens": 2048, "bucket": 500_000_000}
-    whole = number(1, 1 << 40)
+    amounts = Job([], None)._asdict() | {"ranks": 2, "memory": 80}
     options = {k: {"choices": v, "default": v[0]} for k, v in words.items()}
-    options |= {k: {"type": whole, "default": v} for k, v in amounts.items()}
+    for name in ("ranks", "memory", "tokens", "bucket"):
+        options[name] = {"type": number(1, 1 << 40), "default": amounts[name]}
     options["shape"] = {"choices": SHAPES, "default": "1.5B"}
     options["model"] = {"metavar": "PATH_OR_NAME", "help": "a checkpoint's config"}
     options["table"] = {"action": "store_true", "help": "GB for 1 to 1024 ranks"}

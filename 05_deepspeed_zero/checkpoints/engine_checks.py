@@ -1,1 +1,0 @@
-../engine_checks.py

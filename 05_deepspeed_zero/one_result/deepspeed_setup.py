@@ -1,1 +1,0 @@
-../deepspeed_setup.py

@@ -1,1 +1,0 @@
-../memory/live_tensors.py

@@ -1,1 +1,0 @@
-../by_hand/model.py

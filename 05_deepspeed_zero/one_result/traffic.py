@@ -1,1 +1,0 @@
-../communication/traffic.py

@@ -1,1 +1,0 @@
-../by_hand/train_and_compare.py

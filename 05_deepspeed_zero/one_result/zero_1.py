@@ -1,1 +1,0 @@
-../by_hand/zero_1.py

@@ -1,1 +1,0 @@
-../by_hand/zero_2.py
