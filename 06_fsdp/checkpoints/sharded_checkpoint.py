@@ -1,0 +1,1 @@
+../sharded_checkpoint.py

@@ -1,0 +1,1 @@
+../same_as_one_process.py

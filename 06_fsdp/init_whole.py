@@ -1,0 +1,36 @@
+"""`nn.init` on sharded parameters, with one process's values: carry away this one file.
+
+Seed all ranks alike, then: `with DrawWhole(): module.reset_parameters()`.
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+
+class DrawWhole(TorchFunctionMode):
+    """While it is active, `nn.init` draws a DTensor whole, and keeps this rank's shard.
+
+    With the same seed on all ranks the values are those of one process.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function, on a whole tensor where it would draw a DTensor."""
+        kwargs = kwargs or {}
+        target = kwargs.get("tensor")  # as the functions of nn.init call it
+        is_init = getattr(func, "__module__", "") == "torch.nn.init"
+        if not is_init or not isinstance(target, DTensor):
+            return func(*args, **kwargs)
+        whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        func(**kwargs | {"tensor": whole})
+        mesh = target.device_mesh
+        parts = whole.chunk(mesh.size())  # as Shard(0) cuts it
+        with torch.no_grad():
+            # This rank's part: a list of one, or of none if there are too few.
+            for part in parts[mesh.get_local_rank() :][:1]:
+                target.to_local().copy_(part)
+        return target

@@ -1,0 +1,100 @@
+"""What each setting of FSDP costs: memory, messages, and work that is done twice.
+
+Run: torchrun --nproc-per-node=4 06_fsdp/settings/memory_and_messages.py
+Expect: a table of one forward and backward pass under eight settings. All of them
+    compute the gradient of one process.
+"""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.flop_counter import FlopCounterMode
+
+from counters import CollectiveLog, PeakMemory
+from model import GPT, GPTConfig
+from ranks import check, gather, join, leave, say
+
+CONFIG = GPTConfig(block_size=64, layers=6)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "blocks and root": {},
+    "root alone": {"blocks": 0},
+    "reshard: never": {"reshard_after_forward": False},
+    "reshard: root too": {"reshard_after_forward": True},
+    "reshard: to 2 ranks": {"reshard_after_forward": 2},
+    "prefetch 2 blocks": {"prefetch": 2},
+    "activation checkpointing": {"recompute": True},
+    "replicas: 2 x 2": {"replicas": 2},
+}
+
+
+def shard_gpt(
+    model: Any,
+    mesh: DeviceMesh,
+    blocks: int = CONFIG.layers,
+    prefetch: int = 0,
+    recompute: bool = False,
+    **settings: Any,
+) -> Any:
+    """Shard a GPT over a mesh: its first `blocks` one by one, then what is left.
+
+    The weights of `prefetch` blocks are gathered ahead. With `recompute`, a block's
+    activations are computed a second time in backward and not kept.
+    """
+    if recompute:
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = checkpoint_wrapper(block)
+    units = list(model.blocks[:blocks])
+    for module in (*units, model):
+        fully_shard(module, mesh=mesh, **settings)
+    for i, unit in enumerate(units if prefetch else ()):
+        unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + prefetch])
+        unit.set_modules_to_backward_prefetch(units[max(0, i - prefetch) : i][::-1])
+    return model
+
+
+def main() -> None:
+    """Run forward and backward under each setting; count, and compare gradients."""
+    device = join(at_least=4, at_most=4)
+    one = init_device_mesh(device.type, (4,))
+    two = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    alone = GPT(CONFIG).to(device)
+    count = sum(p.numel() for p in alone.parameters())
+    tokens = torch.randint(256, (8, CONFIG.block_size + 1), device=device)
+    mine = tokens.chunk(4)[dist.get_rank()]
+    plain = copy.deepcopy(alone)
+    plain(tokens[:, :-1], tokens[:, 1:]).backward()
+    due = [torch.as_tensor(p.grad) for p in plain.parameters()]
+    say(f"{'':24} | collectives | sent | kept | peak | GFLOP")
+    wrong = []
+    for name, setting in SETTINGS.items():
+        mesh = two if setting.pop("replicas", 1) == 2 else one
+        model = shard_gpt(copy.deepcopy(alone), mesh, **setting)
+        counters = FlopCounterMode(display=False), CollectiveLog(), PeakMemory()
+        with counters[0] as work, counters[1] as log, counters[2] as memory:
+            memory.follow(*model.parameters())
+            model(mine[:, :-1], mine[:, 1:]).backward()
+        kept = sum(t.to_local().nbytes for p in model.parameters() for t in (p, p.grad))
+        calls = [c.name for c in log.calls]
+        kinds = ("all-gather", "reduce-scatter", "all-reduce")
+        numbers = " + ".join(f"{calls.count(kind):2}" for kind in kinds)
+        each = [sum(c.sent for c in log.calls), kept, memory.peak]
+        costs = " | ".join(f"{n / count:4.1f}" for n in each)
+        say(f"{name:24} | {numbers} | {costs} | {work.get_total_flops() / 1e9:.2f}")
+        pairs = zip(model.parameters(), due, strict=True)
+        far = max((p.grad.full_tensor() - g).abs().max().item() for p, g in pairs)
+        wrong += [name] * (max(gather(far)) > 1e-6)
+    say("sent, kept, peak: bytes for each parameter, on rank 0")
+    check(not wrong, f"{len(SETTINGS)} settings, one gradient: one process's")
+    leave()
+
+
+if __name__ == "__main__":
+    main()

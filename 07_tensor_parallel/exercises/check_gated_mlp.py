@@ -1,0 +1,108 @@
+"""Check a gated MLP on two ranks, and say in words what is wrong."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ask_ranks import ask_ranks, in_words
+from ranks import read_options
+from sent_and_kept import Collectives
+
+WORLD_SIZE, B, T, D, H = 2, 2, 3, 6, 8
+CUTS = {"gate": 0, "up": 0, "down": 1}  # in which dimension, as nn.Linear stores them
+FAULTS = (RuntimeError, AttributeError, AssertionError, ValueError, TypeError)
+
+
+def check_gated_mlp(answer: Any) -> None:
+    """Start the ranks, and let each of them try the answer."""
+    read_options()
+    claim = "one process's result and gradients, half of the weights, one sum each way"
+    ask_ranks(try_gated_mlp, answer, WORLD_SIZE, claim)
+
+
+def draw(*shapes: tuple[int, ...]) -> list[Tensor]:
+    """Draw tensors, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+
+
+def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Compute in one process, or a rank's term with its part of the weights."""
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+def grads_alone(x: Tensor, weights: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """Return the result and the gradients of x and of the weights."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x, *weights)]
+    y = gated(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+
+def explain(name: str, found: Any, right: Tensor, term: Tensor | None) -> str:
+    """Say what is wrong with a tensor, or nothing; `term` is this rank's of its sum."""
+    if not isinstance(found, Tensor):
+        return f"{name} is {found!r:.40}"
+    if found.shape != right.shape:
+        return f"{name} has shape {[*found.shape]}, and should have {[*right.shape]}"
+    if torch.allclose(found, right):
+        return ""
+    if torch.allclose(found, WORLD_SIZE * right):
+        return f"{name} is {WORLD_SIZE} times too large: what is added up too often?"
+    if term is not None and torch.allclose(found, term):
+        return f"{name} is this rank's term of a sum: who adds them up?"
+    return f"{name} is not that of one process"
+
+
+def try_gated_mlp(answer: Any) -> str:
+    """Run the answer forward and backward; say what is wrong on this rank."""
+    x, *weights, grad = draw((B, T, D), (H, D), (H, D), (D, H), (B, T, D))
+    rank = dist.get_rank()
+    mine = [
+        w.chunk(WORLD_SIZE, dim)[rank]
+        for w, dim in zip(weights, CUTS.values(), strict=True)
+    ]
+    right, terms = grads_alone(x, weights, grad), grads_alone(x, mine, grad)
+    try:
+        model = answer(*(w.clone() for w in weights))
+        leaf = x.clone().requires_grad_()
+        with Collectives() as forward:
+            y = model(leaf)
+        if text := explain("the result", y, right[0], terms[0]):
+            return text
+        with Collectives() as backward:
+            y.backward(grad)
+    except FAULTS as error:
+        return in_words(RuntimeError(error))
+    if text := explain("the gradient of x", leaf.grad, right[1], terms[1]):
+        return text
+    return explain_weights(model, right[2:]) or explain_messages(
+        len(forward.noted), len(backward.noted)
+    )
+
+
+def explain_weights(model: Any, right: list[Tensor]) -> str:
+    """Say what is wrong with what this rank keeps and with its gradients."""
+    kept = sum(p.numel() for p in model.parameters())
+    shards = sum(g.numel() for g in right) // WORLD_SIZE
+    if kept != shards:
+        return f"right, but this rank keeps {kept} weights; a part has {shards}"
+    rank = dist.get_rank()
+    for (name, dim), whole in zip(CUTS.items(), right, strict=True):
+        found, due = getattr(model, name, None), whole.chunk(WORLD_SIZE, dim)[rank]
+        text = explain(
+            f"the gradient of {name}", getattr(found, "grad", None), due, None
+        )
+        if text:
+            return text
+    return ""
+
+
+def explain_messages(forward: int, backward: int) -> str:
+    """Say whether one message each way was enough."""
+    for way, count in (("forward", forward), ("backward", backward)):
+        if count != 1:
+            return f"right, but {way} sends {count} messages; one will do"
+    return ""

@@ -1,0 +1,1 @@
+../sent_and_kept.py

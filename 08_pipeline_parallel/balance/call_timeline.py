@@ -1,0 +1,1 @@
+../call_timeline.py

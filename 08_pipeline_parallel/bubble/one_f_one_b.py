@@ -1,0 +1,1 @@
+../one_f_one_b.py

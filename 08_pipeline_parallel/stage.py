@@ -1,0 +1,103 @@
+"""A pipeline stage: what it receives, computes and sends.
+
+Shapes: B samples of a micro-batch, T tokens, D width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from part import Part, add_tied_gradients, clip_grad_norm, even_cut
+
+# What a script with a Stage needs besides it.
+__all__ = ["Part", "Stage", "clip_grad_norm", "even_cut"]
+
+
+class Stage:
+    """This rank's part of a pipeline whose stages are the ranks, in order.
+
+    A schedule calls `forward(i)` and `backward(i)` once for each micro-batch i.
+    """
+
+    def __init__(self, part: Part) -> None:
+        """Connect a part to the stages before and after it; every rank calls this."""
+        self.part, self.index = part, dist.get_rank()
+        self.stages = dist.get_world_size()
+        self.is_first, self.is_last = self.index == 0, self.index == self.stages - 1
+        # Activations and gradients have a group each: on NCCL the messages of a group
+        # wait for each other, and two neighbours that both send first wait for good.
+        self.activations: Any = dist.new_group()
+        self.gradients: Any = dist.new_group()
+        self.ends = dist.new_group(sorted({0, self.stages - 1}))  # may share a matrix
+        self.in_flight: dict[int, tuple[Tensor, Tensor]] = {}  # input and output of i
+        self.most_in_flight = 0
+        self.sending: dict[str, tuple[Any, Tensor]] = {}  # by the call that sends
+
+    def run(
+        self, schedule: Callable, inputs: Tensor, labels: Tensor, micro_batch_size: int
+    ) -> Tensor:
+        """Compute this part's gradients of a batch's mean loss; every rank calls this.
+
+        Every rank passes the same (samples, T) tokens: the first stage reads the inputs
+        and the last the labels. Returns the loss on the last stage, elsewhere 0.
+        """
+        parts = (tokens.split(micro_batch_size) for tokens in (inputs, labels))
+        self.micro_batches = list(zip(*parts, strict=True))
+        self.samples = len(inputs)
+        self.loss = next(self.part.parameters()).new_zeros(())
+        schedule(self, len(self.micro_batches))
+        for work, _ in self.sending.values():
+            work.wait()
+        self.sending.clear()
+        add_tied_gradients(self.part, self.ends)
+        return self.loss
+
+    def forward(self, i: int) -> None:
+        """Receive micro-batch i, run it through the layers, send it on."""
+        x, labels = self.micro_batches[i]
+        if not self.is_first:
+            # (B, T, D), with the loss's dtype and device.
+            x = self.loss.new_empty(*x.shape, self.part.config.width)
+            dist.recv(x, self.index - 1, group=self.activations)
+            x.requires_grad_()
+        y = self.compute_forward(i, x, labels)
+        if self.is_last:
+            y = y * len(labels) / self.samples  # its part of the mean over the batch
+            self.loss += y.detach()
+        else:
+            self.send(f"F{i}", y.detach(), self.index + 1, self.activations)
+        self.in_flight[i] = x, y  # and with y all activations that backward(i) needs
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+
+    def backward(self, i: int) -> None:
+        """Receive the gradient of what forward(i) sent; send that of what it received.
+
+        Gradients of the parameters add up over the micro-batches.
+        """
+        x, y = self.in_flight.pop(i)
+        gradient = None
+        if not self.is_last:
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, self.index + 1, group=self.gradients)
+            # This returns at once: a gradient shows that the activations have arrived.
+            self.sending.pop(f"F{i}")[0].wait()
+        self.compute_backward(i, y, gradient)
+        if x.grad is not None:  # tokens have none
+            self.send(f"B{i}", x.grad, self.index - 1, self.gradients)
+
+    def compute_forward(self, i: int, x: Tensor, labels: Tensor) -> Tensor:
+        """Run the layers of this stage: the computing of forward(i), and no message."""
+        return self.part(x, labels)
+
+    def compute_backward(self, i: int, y: Tensor, gradient: Tensor | None) -> None:
+        """Run autograd through this stage: the computing of backward(i)."""
+        y.backward(gradient)
+
+    def send(self, call: str, tensor: Tensor, to: int, group: Any) -> None:
+        """Begin to send; `run` waits for the end, so that computing goes on here."""
+        tensor = tensor.contiguous()
+        # A tensor must live until it has been sent.
+        self.sending[call] = (dist.isend(tensor, to, group=group), tensor)

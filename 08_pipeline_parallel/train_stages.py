@@ -1,0 +1,57 @@
+"""Train the GPT in stages, by GPipe and by 1F1B; compare with one process.
+
+Run: torchrun --nproc-per-node=4 08_pipeline_parallel/train_stages.py
+Expect: the micro-batches that were in flight; the weights of one process, with 5 blocks
+    on 4 stages and a smaller last micro-batch.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comparison import (
+    CONFIG,
+    MAX_NORM,
+    MICRO_BATCH_SIZE,
+    SCHEDULES,
+    STEPS,
+    model_and_batches,
+    optimizer_of,
+    weights_of_one_process,
+)
+from ranks import check, gather, join, leave, say
+from stage import Part, Stage, clip_grad_norm, even_cut
+
+
+def train_by_schedule(stage: Stage, schedule: Callable, batches: Tensor) -> None:
+    """Take a step for each batch of (samples, T + 1) tokens; every rank calls this."""
+    optimizer = optimizer_of(stage.part)
+    for batch in batches:
+        stage.run(schedule, batch[:, :-1], batch[:, 1:], MICRO_BATCH_SIZE)
+        clip_grad_norm(stage.part, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def main() -> None:
+    """Train by each schedule, count what is in flight, compare with one process."""
+    device = join(at_least=2, at_most=CONFIG.layers)
+    alone, errors, count = weights_of_one_process(device), [], 0
+    for name, schedule in SCHEDULES.items():
+        model, batches = model_and_batches(device)
+        cut = even_cut(CONFIG.layers, dist.get_world_size())
+        stage = Stage(Part(model, dist.get_rank(), cut))
+        train_by_schedule(stage, schedule, batches)
+        in_flight = gather(stage.most_in_flight)
+        say(f"{name:14} | blocks {cut}, in flight at most {in_flight}, by stage")
+        weights = stage.part.state_dict()
+        errors += [torch.dist(p, alone[key]).item() for key, p in weights.items()]
+        count += sum(gather(len(weights)))
+    check(max(errors) < 1e-12, f"{count} tensors after {STEPS} steps are one process's")
+    leave()
+
+
+if __name__ == "__main__":
+    main()
