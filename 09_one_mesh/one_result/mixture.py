@@ -1,0 +1,1 @@
+../mixture.py
