@@ -17,7 +17,7 @@ LAYERS, SAMPLES = 4, 4
 # For each rank: the layers in its memory, and the samples that go through them.
 WAYS = {
     "data parallel": [((0, 1, 2, 3), (0, 1)), ((0, 1, 2, 3), (2, 3))],
-    "model parallel": [((0, 1), (0, 1, 2, 3)), ((2, 3), (0, 1, 2, 3))],
+    "model parallel, as a pipeline": [((0, 1), (0, 1, 2, 3)), ((2, 3), (0, 1, 2, 3))],
 }
 
 
@@ -54,6 +54,8 @@ def draw_way(axes: Axes, name: str) -> None:
                 outline = plt.Rectangle((left, y), 2.3, 0.62, fc="none", ls=":")
                 outline.set_edgecolor("#AAAAAA")
                 axes.add_patch(outline)
+                place = (left + 1.15, y + 0.31)
+                axes.text(*place, "not here", ha="center", va="center", color="#777777")
         numbers = "samples " + ", ".join(map(str, samples))
         axes.text(left + 1.15, 0.7, numbers, ha="center", va="center", color=INK)
     if name == "data parallel":

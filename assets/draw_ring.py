@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 from pictures import new_drawing, numbers_from, picture_parser, save_picture
 
 RANKS = 3
+BOX = 1.4  # the width of a chunk
 # Two colours that people with any colour vision tell apart (Okabe and Ito), and ink.
 PARTIAL, FINISHED, INK = "#E69F00", "#009E73", "#222222"
 # (sender, chunk, value): a message of one number.
@@ -35,31 +36,30 @@ def replay(steps: list[list[Message]]) -> list[list[list[int]]]:
 
 
 def members(value: int) -> str:
-    """Spell out whose numbers a sum holds: 5 is 0+2."""
-    return "+".join(str(rank) for rank in range(RANKS) if value >> rank & 1)
+    """Spell out whose numbers a sum holds: 5 is r0+r2."""
+    return "+".join(f"r{rank}" for rank in range(RANKS) if value >> rank & 1)
 
 
 def draw_steps(
     steps: list[list[Message]], rows: list[list[list[int]]], folder: Path
 ) -> None:
     """Draw a row for each step, a box for each rank, an arrow for each message."""
-    figure, axes = new_drawing(6.6, (-3.2, 12.6), (-len(rows) * 2 + 0.7, 1.3))
+    figure, axes = new_drawing(6.6, (-3.0, 13.7), (-len(rows) * 2 + 1.4, 2.1))
     titles = ["start"]
     for number in range(len(steps)):
         phase = "reduce-scatter" if number < RANKS - 1 else "all-gather"
         titles.append(f"{phase}\nstep {number % (RANKS - 1) + 1}")
 
     def corner(rank: int, row: int, chunk: int) -> tuple[float, float]:
-        return 4.4 * rank + 1.2 * chunk, -2.0 * row
+        return 4.7 * rank + BOX * chunk, -2.0 * row
 
     for row, holds in enumerate(rows):
-        axes.text(-3.0, -2.0 * row, titles[row], va="center", color=INK)
+        axes.text(-2.9, -2.0 * row, titles[row], va="center", color=INK)
         for rank in range(RANKS):
             if row == 0:
                 x, _ = corner(rank, 0, 1)
-                axes.text(
-                    x + 0.6, 0.75, f"rank {rank}", ha="center", weight="bold", color=INK
-                )
+                look = {"ha": "center", "weight": "bold", "color": INK}
+                axes.text(x + BOX / 2, 0.75, f"rank {rank}", **look)
             for chunk, value in enumerate(holds[rank]):
                 x, y = corner(rank, row, chunk)
                 done = value == 2**RANKS - 1
@@ -68,28 +68,26 @@ def draw_steps(
                 axes.add_patch(
                     plt.Rectangle(
                         (x, y - 0.38),
-                        1.2,
+                        BOX,
                         0.76,
                         fc=shade + ("60" if new else "18"),
                         ec=INK,
                     )
                 )
-                axes.text(
-                    x + 0.6, y, members(value), ha="center", va="center", color=INK
-                )
+                look = {"ha": "center", "va": "center", "color": INK, "size": 10}
+                axes.text(x + BOX / 2, y, members(value), **look)
     for row, messages in enumerate(steps):
         for sender, chunk, _ in messages:
             x, y = corner(sender, row, chunk)
             to_x, to_y = corner((sender + 1) % RANKS, row + 1, chunk)
-            start, end = (x + 0.6, y - 0.4), (to_x + 0.6, to_y + 0.4)
+            start, end = (x + BOX / 2, y - 0.4), (to_x + BOX / 2, to_y + 0.4)
             style = {"arrowstyle": "-|>", "color": "#0072B2", "lw": 1.4}
             axes.annotate("", end, start, arrowprops=style)
     axes.text(
-        4.4,
-        -2.0 * len(rows) + 0.95,
-        "A box is a chunk; the numbers in it say whose values its sum holds. "
+        -2.9,
+        1.6,
+        "A box is a chunk. r0+r1 is the sum of rank 0's and rank 1's values. "
         "Strong colour: just arrived. Green: complete.",
-        ha="center",
         color=INK,
     )
     save_picture(figure, folder, "01_ring.png")

@@ -44,7 +44,7 @@ def draw_step(
     figure, axes = new_drawing(3.4, (-0.1, 12.2), (-0.4, 3.6))
     headings = [
         "the sampler assigns samples",
-        "same weights",
+        "same weights,\nown gradient",
         "all-reduce",
         "same step",
     ]

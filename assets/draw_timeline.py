@@ -7,6 +7,7 @@ Expect: 02_timeline.png from 02_timeline.json, which `timeline.py --json` has wr
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
 from pictures import new_picture, numbers_from, picture_parser, save_picture
@@ -34,7 +35,7 @@ def lanes_of(spans: list[list[float]]) -> list[int]:
 
 
 def draw_rank(axes: Axes, rank: int, step: dict) -> None:
-    """Draw what a rank computes, and below it, in green, its all-reduces in flight."""
+    """Draw what a rank computes, and below it, in green, gloo's work."""
     top = 1.15 * rank  # the axis points down
     look = {
         "forward": RANKS[rank] + FORWARD,
@@ -71,15 +72,21 @@ def draw_ways(measured: dict) -> plt.Figure:
         axes.set_axisbelow(True)
     rows[-1].set_xlim(0, 1.09 * longest)
     rows[-1].set_xlabel("milliseconds since the first rank began its step")
-    colours = [RANKS[0] + FORWARD, *RANKS, WAIT, OPTIMIZER, ALL_REDUCE]
-    names = ["forward", "backward, rank 0", "rank 1", "waits or copies", "optimizer"]
-    names.append("all-reduce in flight")
+    looks = {
+        "forward, rank 0 and 1": [colour + FORWARD for colour in RANKS],
+        "backward, rank 0 and 1": RANKS,
+        "waits or copies": [WAIT],
+        "optimizer": [OPTIMIZER],
+        "gloo works at an all-reduce": [ALL_REDUCE],
+    }
     figure.legend(
-        handles=[Patch(color=c, label=n) for c, n in zip(colours, names, strict=True)],
+        handles=[tuple(Patch(color=c) for c in colours) for colours in looks.values()],
+        labels=list(looks),
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
         loc="upper center",
         ncols=6,
         frameon=False,
-        handlelength=1.2,
+        handlelength=1.6,
         columnspacing=1.2,
     )
     figure.subplots_adjust(left=0.075, right=0.995, top=0.91, bottom=0.075, hspace=0.3)
