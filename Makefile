@@ -11,7 +11,7 @@ SUPPORTED = 3.10 3.11 3.12 3.13 3.14
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help train smoke test pages test-all lint figures refresh setup setup-dev clean
+.PHONY: help train smoke test pages test-all gpu lint figures refresh setup setup-dev clean
 
 help: ## List these targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -37,11 +37,16 @@ test: setup-dev ## Set up, then run the tests but for the slow ones.
 	@$(pytest) -m "not slow" tests
 
 # The pages that take longest come first, so that neither process idles at the end.
-pages: setup-dev ## Set up, then run every command of every page.
-	@$(pytest) $(wildcard 0[345]*/*.md 0*/*/*.md 0[12]*/*.md *.md)
+pages: setup-dev ## Set up, then run the pages' commands but for the slow ones.
+	@$(pytest) -m "not slow" $(wildcard 0[345]*/*.md 0*/*/*.md 0[126789]*/*.md *.md)
 
 test-all: setup-dev ## Set up, then run every test and every command of every page.
 	@$(pytest)
+
+# Takes whatever torch is there: a machine that is lent may have its own, and no network.
+gpu: ## Run on this machine's accelerators what takes one, and write a report.
+	@$(if $(wildcard .venv/bin/python),.venv/bin/python,$(python)) \
+	    tests/gpu/gpu_report.py $(ARGS)
 
 lint: setup-dev ## Check format, style, spelling and types.
 	@.venv/bin/ruff format --check .

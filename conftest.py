@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from sybil.integration.pytest import SybilFile, SybilItem
 
-from readme_runner import ReadmeRunner
+from readme_runner import ReadmeRunner, is_slow
 
 if TYPE_CHECKING:
     from worker_pool import WorkerPool
@@ -24,6 +24,8 @@ ALLOWED_SKIPS = {
     "the block needs a machine where this succeeds: .*": "the same, for the pages",
     "python-etcd is not installed": "etcd is a server that few laptops have",
     "etcd is not installed": "the same",
+    "py-spy is not installed": "needs requirements-dev.txt",
+    "py-spy may not trace processes": "the kernel allows it to root, or to nobody",
     "async_io is not compiled: .*": "compiling it takes two cores for five minutes",
 }
 
@@ -38,9 +40,11 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> SybilFile 
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Lift the time limit of blocks: each command in them has its own."""
+    """Lift the time limit of blocks: each command has its own; some are slow."""
     if isinstance(item, SybilItem):
         item.add_marker(pytest.mark.timeout(0))
+        if is_slow(item.example):
+            item.add_marker(pytest.mark.slow)
 
 
 def unknown_skips(config: pytest.Config) -> list[str]:
@@ -86,6 +90,6 @@ def laboratory() -> None:
     from scripts import load_chapter
 
     try:
-        load_chapter("03_ddp_torchrun")["network"].own_world()
+        load_chapter("03_ddp_torchrun/cluster")["namespaces"].command_prefix()
     except OSError as error:
         pytest.skip(f"no laboratory here: {error}")

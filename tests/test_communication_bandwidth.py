@@ -180,8 +180,11 @@ def test_line_is_found_and_small_messages_count() -> None:
     assert line.worst < 1e-6
     # The largest message took 20 % longer. On absolute errors that would move the
     # latency by more than its own size.
-    line = TIMING.fit_line(sizes, [*exact[:-1], 1.2 * exact[-1]])
+    slower = [*exact[:-1], 1.2 * exact[-1]]
+    line = TIMING.fit_line(sizes, slower)
     assert line.latency == pytest.approx(100e-6, rel=0.05)
+    plain = statistics.linear_regression(sizes, slower)
+    assert abs(plain.intercept - 100e-6) > 100e-6
 
 
 # --- bandwidth.py. ----------

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import runpy
 import time
 import warnings
 from typing import Any
@@ -90,6 +91,31 @@ def gradients_through_all_gather() -> tuple[list[Any], list[float], list[str]]:
     return [one.grad_fn for one in received], weight.grad.tolist(), names
 
 
+def gradients_through_gather() -> tuple[list[Any], list[float], list[float]]:
+    """Gather on rank 0 by both functions.
+
+    Returns:
+        `grad_fn` of what the plain one brings, and the gradient through the other, if
+        its results get gradients that are contiguous, and columns of a matrix.
+    """
+    from torch.distributed.nn.functional import gather
+
+    is_root, world_size = dist.get_rank() == 0, dist.get_world_size()
+    received = [torch.empty(2) for _ in range(world_size)] if is_root else None
+    dist.gather(torch.ones(2, requires_grad=True), received, dst=0)
+    weights = torch.arange(1.0, 2 * world_size + 1).view(2, world_size)
+    gradients = []
+    for dim, factor in ((0, weights.t().contiguous()), (1, weights)):
+        mine = torch.ones(2, requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is deprecated
+            everyones = torch.stack(list(gather(mine, dst=0)), dim)
+        (everyones * factor).sum().backward()  # a call for all ranks: it scatters
+        assert mine.grad is not None
+        gradients.append(mine.grad.tolist())
+    return [one.grad_fn for one in received or []], gradients[0], gradients[1]
+
+
 def objects_and_mean() -> tuple[str, list[Any] | None, float]:
     """Call what is said to exist on one backend only."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -97,6 +123,8 @@ def objects_and_mean() -> tuple[str, list[Any] | None, float]:
     dist.gather_object({"rank": rank}, received, dst=1)
     mine = torch.tensor(float(rank))
     dist.all_reduce(mine, op=dist.ReduceOp.AVG)
+    with pytest.raises(RuntimeError, match="can't be cast to the desired output type"):
+        dist.all_reduce(torch.tensor(rank), op=dist.ReduceOp.AVG)
     return dist.get_backend(), received, mine.item()
 
 
@@ -106,11 +134,22 @@ def sums_without_barrier(rounds: int) -> list[float]:
     for number in range(rounds):
         time.sleep(0.01 * ((rank + number) % 2))
         mine = torch.full((1000,), float(number))
-        dist.all_reduce(mine)
+        is_async = number % 2 == 1
+        work = dist.all_reduce(mine, async_op=is_async)
+        if is_async:
+            assert work is not None
+            work.wait()
         assert mine.min() == mine.max()
         sums.append(mine[0].item())
     assert len(sums) == rounds
     return sums
+
+
+def reduced(numel: int, root: int) -> list[float]:
+    """Reduce ones, tens and so on to a root; return what this rank has then."""
+    mine = torch.full((numel,), 10.0 ** dist.get_rank())
+    dist.reduce(mine, root)
+    return mine.tolist()
 
 
 def names_that_warn() -> dict[str, list[str]]:
@@ -210,6 +249,7 @@ def test_a_wrong_result_ends_all_ranks(worker_pool: WorkerPool) -> None:
     assert ends == [(1, f"check failed on ranks [0], not so: {claim}\n"), (1, "")]
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_collectives_script() -> None:
     result = torchrun(COLLECTIVES, nproc=4, timeout=60)
@@ -259,10 +299,30 @@ def test_collectives_without_torchrun_says_what_to_type() -> None:
     assert result.stderr == f"collectives.py: {start} {CHAPTER}/collectives.py\n"
 
 
+@pytest.mark.slow
 def test_collectives_refuses_once_under_torchrun() -> None:
     result = torchrun(COLLECTIVES, "--only=all", nproc=2, timeout=60)
     assert result.returncode != 0
     assert result.output.count("unrecognized arguments: --only=all") == 1
+
+
+def run_hello() -> str:
+    """Run hello.py on this rank, which is in its group already."""
+    output = io.StringIO()
+    with (
+        mock.patch.object(dist, "init_process_group") as joins,
+        mock.patch.object(dist, "destroy_process_group") as leaves,
+        contextlib.redirect_stdout(output),
+    ):
+        runpy.run_path(str(ROOT / CHAPTER / "hello.py"), run_name="__main__")
+    joins.assert_called_once_with("gloo")
+    leaves.assert_called_once_with()
+    return output.getvalue()
+
+
+def test_hello_sums_over_all_ranks(worker_pool: WorkerPool) -> None:
+    by_rank = worker_pool.run(run_hello, world_size=4)
+    assert by_rank == ["rank 0 of 4 has 1111\n", "", "", ""]
 
 
 # --- Send and receive. ----------
@@ -305,6 +365,7 @@ def test_ways_to_send_follow_their_arguments(worker_pool: WorkerPool) -> None:
     assert by_rank == [[float((rank + 1) % 4)] * 3 for rank in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_send_recv_script() -> None:
     # Like a reader whose shell still has a port and a rank count of another job.
@@ -347,6 +408,15 @@ def test_all_gather_carries_no_gradient(
     assert by_rank == [([None] * world_size, gradient, ["FutureWarning"])] * world_size
 
 
+def test_gather_carries_no_gradient(worker_pool: WorkerPool) -> None:
+    by_rank = worker_pool.run(gradients_through_gather, world_size=3)
+    assert [functions for functions, _, _ in by_rank] == [[None] * 3, [], []]
+    # Rank r's numbers are multiplied by column r of [[1, 2, 3], [4, 5, 6]].
+    assert [right for _, right, _ in by_rank] == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
+    # A column is not contiguous. It is sent as it lies in memory, without an error.
+    assert [wrong for _, _, wrong in by_rank] == [[1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]
+
+
 def test_gather_object_and_mean_exist_on_gloo(worker_pool: WorkerPool) -> None:
     objects = [{"rank": 0}, {"rank": 1}, {"rank": 2}]
     by_rank = worker_pool.run(objects_and_mean, world_size=3)
@@ -367,9 +437,19 @@ def test_reduce_spoils_the_other_tensors(worker_pool: WorkerPool) -> None:
     # Only the root, the last rank, has all of the sum.
     total = [111.0, 222.0, 333.0]
     assert [after == total for _, after in results] == [False, False, True]
-    # With two ranks there is nothing half-made: the other one holds the sum as well.
-    by_rank = worker_pool.run(make_all_calls, world_size=2)
-    assert [calls["reduce"][1] for calls in by_rank] == [[11.0, 22.0]] * 2
+    # How much the other one has of the sum is a matter of the size, and of the root.
+    for numel, root, other in (
+        (2, 1, [11.0, 11.0]),
+        (2, 0, [10.0, 10.0]),
+        (4, 1, [11.0, 11.0, 1.0, 1.0]),
+        (4, 0, [10.0, 10.0, 11.0, 11.0]),
+    ):
+        by_rank = worker_pool.run(reduced, numel, root)
+        assert by_rank[root] == [11.0] * numel
+        assert by_rank[1 - root] == other, (numel, root)
+    # Of fewer elements than ranks, the last one's are as they were.
+    by_rank = worker_pool.run(reduced, 1, 0, world_size=3)
+    assert by_rank == [[111.0], [110.0], [100.0]]
 
 
 def test_local_rank_has_another_name() -> None:

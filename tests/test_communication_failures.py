@@ -678,8 +678,12 @@ def wait_for_a_rank_that_left() -> str:
         dist.monitored_barrier(group)
         return "late"
     start = time.monotonic()
-    dist.monitored_barrier(group)
+    module = sys.modules[dist.monitored_barrier.__module__]
+    with mock.patch.object(module, "_check_valid_timeout") as checked:
+        dist.monitored_barrier(group)
     waited = time.monotonic() - start
+    # That is what the barrier itself gets.
+    checked.assert_called_once_with(timedelta(minutes=30))
     return "waited longer than the group allows" if waited > 1.2 else f"{waited:.1f} s"
 
 

@@ -97,6 +97,10 @@ def test_ring_is_the_built_in_sum(worker_pool: WorkerPool, world_size: int) -> N
         assert sum(sent) == 2 * (n - 1) * numel * 8
         if numel % n == 0:
             assert sent == [2 * (n - 1) * numel * 8 // n] * n
+            assert max(sent) < 2 * numel * 8 or numel == 0
+        if numel == 1:
+            # One number makes one chunk, which two ranks send once and the rest twice.
+            assert sorted(sent) == sorted([8 * (n > 1)] * min(n, 2) + [16] * (n - 2))
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -105,6 +109,9 @@ def test_all_ranks_hold_the_same_bits(worker_pool: WorkerPool, world_size: int) 
     assert len(ranks) == world_size
     for by_ring, built_in in ranks:
         assert torch.equal(by_ring, ranks[0][0])
+        assert torch.equal(built_in, ranks[0][1])
+        # Two numbers have one sum, three have one for each order of adding.
+        assert torch.equal(by_ring, built_in) == (world_size == 2)
         torch.testing.assert_close(by_ring, built_in)
         assert by_ring.shape == (7, 11, 13)
 
@@ -149,7 +156,7 @@ def test_ring_script(worker_pool: WorkerPool, world_size: int) -> None:
 
 
 def ring_that_adds_before_it_waits() -> list[bool]:
-    """Change the ring as exercise 3 of the page says; return which sums are right."""
+    """Change the ring as exercise 2 of the page says; return which sums are right."""
     source = inspect.getsource(RING.ring_all_reduce)
     early = (
         "        for work in dist.batch_isend_irecv([receive, send]):\n"

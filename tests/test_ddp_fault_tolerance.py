@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,9 +24,12 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import (
+    StaticTCPRendezvous,
+)
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from launch import ROOT, clean_environment, python
+from launch import ROOT, clean_environment, run
 from lessons import run_lesson
 from scripts import load_chapter
 from worker_pool import WorkerPool
@@ -81,8 +84,15 @@ def on_a_rank(words: list[str], join: Callable[[], Any]) -> Iterator[Any]:
         yield RANKS.read_options(**TRAIN.OPTIONS)
 
 
-def train(words: list[str], stop_after: int | None = None) -> str:
-    """Be a rank of the pool, perhaps for some steps only; return what it printed."""
+def train(
+    words: list[str],
+    stop_after: int | None = None,
+    signals: Sequence[tuple[int, int]] = (),
+) -> str:
+    """Be a rank of the pool, perhaps for some steps only; return what it printed.
+
+    With `signals`, (rank, step), that rank gets SIGUSR1 in the middle of that step.
+    """
     output, taken, add_gradients = io.StringIO(), 0, TRAIN.add_gradients
 
     def count_and_add(*arguments: Any) -> torch.Tensor:
@@ -90,6 +100,8 @@ def train(words: list[str], stop_after: int | None = None) -> str:
         if taken == stop_after:
             raise Stop
         taken += 1
+        if (dist.get_rank(), taken) in signals:
+            os.kill(os.getpid(), signal.SIGUSR1)
         return add_gradients(*arguments)
 
     with (
@@ -99,6 +111,7 @@ def train(words: list[str], stop_after: int | None = None) -> str:
         contextlib.suppress(Stop),
     ):
         TRAIN.main(options)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     return output.getvalue()
 
 
@@ -144,18 +157,22 @@ def steps_resumed_from(output: str) -> list[int]:
 
 # --- Bit for bit. ----------
 
+ACCUMULATED = ["--grad-accum-steps=2"]
+
 
 # Four ranks add up in an order that depends on where a value stands in a bucket; with
 # two, a + b is b + a, and that DDP rebuilds its buckets could not be seen.
 @pytest.mark.parametrize(
     ("world_size", "more", "stops"),
     [
-        (2, [], [1, 2, 3, 6, 7, 11]),
-        pytest.param(2, [], [4, 5, 8, 9, 10], marks=pytest.mark.slow),
-        (2, ["--workers=2"], [3, 7]),
-        (2, ["--batch-size=2", "--grad-accum-steps=2"], [3, 8]),
-        (4, [], [3, 8]),
-        (4, ["--batch-size=1", "--grad-accum-steps=2", "--workers=1"], [7]),
+        (2, [], [1, 6]),
+        pytest.param(2, [], [2, 3, 4, 5, 7, 8, 9, 10, 11], marks=pytest.mark.slow),
+        pytest.param(2, ["--workers=2"], [3, 7], marks=pytest.mark.slow),
+        pytest.param(
+            2, [*ACCUMULATED, "--batch-size=2"], [3, 8], marks=pytest.mark.slow
+        ),
+        pytest.param(4, [], [3, 8], marks=pytest.mark.slow),
+        (4, [*ACCUMULATED, "--batch-size=1", "--workers=1"], [7]),
     ],
     ids=[
         "2 ranks",
@@ -323,6 +340,9 @@ def memory_of_start(path: Path) -> tuple[int, int]:
     """Return how many entries a rank holds before and after it has taken them over."""
     run, start = mock.Mock(), CHECKPOINT.Start(8, 4, path, content_of(path))
     run.options.checkpoint, run.tally.seen = path, torch.zeros(48, dtype=torch.int32)
+    run.tally.sampler.group = None
+    run.model, _ = CHECKPOINT.load_checkpoint(path)
+    run.optimizer = torch.optim.AdamW(run.model.parameters())
     before = len(start.content)
     CHECKPOINT.TrainingState.restore(run, start)
     return before, len(start.content)
@@ -419,7 +439,7 @@ def train_until_killed(words: list[str], moment: str, call: int) -> None:
     ("moment", "call", "resumed_from"),
     [
         *(("step", 1, []), ("step", 7, [6])),
-        *(("gathering", 2, []), ("gathering", 4, [4])),
+        *(("gathering", 2, []), ("gathering", 6, [4])),
         *(("before the first byte", 1, []), ("before the first byte", 3, [4])),
         *(("in the middle", 1, []), ("in the middle", 2, [2])),
         ("in the middle", 5, [8]),
@@ -537,6 +557,227 @@ def test_run_killed_at_random_again_and_again_ends_with_the_same_bits(
     nowhere = os.open(os.devnull, os.O_WRONLY)
     assert in_child(be_launcher, words("killed.pt"), nowhere) == 0
     assert all_in(path) == all_in(tmp_path / "uninterrupted.pt")
+
+
+# --- A signal before the time limit. ----------
+
+
+# A rank that gets the signal in a step tells the others after it, and they stop after
+# the next. Whoever gets it in the last step trains to the end.
+@pytest.mark.parametrize(
+    ("signals", "stopped_after"),
+    [
+        ([(0, 4)], 5),
+        ([(1, 4), (0, 5)], 5),
+        ([(1, 11)], 12),
+        ([(0, 12)], None),
+    ],
+    ids=["one rank", "one rank a step earlier", "last step", "too late"],
+)
+def test_signal_to_any_rank_stops_all_after_the_same_step(
+    worker_pool: WorkerPool,
+    text: Path,
+    tmp_path: Path,
+    in_the_middle: tuple[dict[str, Any], list[Any]],
+    signals: list[tuple[int, int]],
+    stopped_after: int | None,
+) -> None:
+    path, marker = tmp_path / "gpt.pt", tmp_path / "gpt.pt.requeue"
+    words = words_for(text, path, 2)
+    marker.touch()  # of a run before
+    output, silence = worker_pool.run(train, words, None, signals)
+    assert silence == ""
+    said = re.findall(r"^checkpoint: stopped by .*", output, re.M)
+    if stopped_after is None:
+        assert said == [] and not marker.exists() and "validation" in output
+    else:
+        line = f"checkpoint: stopped by a signal after step {stopped_after}"
+        assert said == [f"{line}; see {marker}"] and output.endswith(f"{said[0]}\n")
+        assert marker.exists() and "validation" not in output
+        assert content_of(path)["training"]["step"] == stopped_after
+        output = worker_pool.run(train, words)[0]
+        assert steps_resumed_from(output) == [stopped_after]
+        assert not marker.exists()
+    assert all_in(path) == in_the_middle[1]
+
+
+def is_written_when_this_rank_leaves(words: list[str], path: Path) -> bool:
+    """Stop after two steps; a checkpoint takes its time."""
+    write_whole = CHECKPOINT.write_whole
+
+    def write_slowly(*arguments: Any) -> None:
+        time.sleep(0.3)
+        write_whole(*arguments)
+
+    with mock.patch.object(CHECKPOINT, "write_whole", write_slowly):
+        train(words, None, [(0, 1)])
+    return path.exists() and CHECKPOINT.requeue_marker(path).exists()
+
+
+def test_no_rank_leaves_before_the_last_checkpoint_is_written(
+    worker_pool: WorkerPool, text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "gpt.pt"
+    words = words_for(text, path, 2)
+    written = worker_pool.run(is_written_when_this_rank_leaves, words, path)
+    assert written == [True, True]
+
+
+def agree(noted: list[int], backend: str) -> tuple[int, bool]:
+    """Ask five times, as after five steps; return how often all went on, and the end.
+
+    A rank notes the signal before the call with its number in `noted`.
+    """
+    with mock.patch.object(dist, "get_backend", return_value=backend):
+        stop = CHECKPOINT.StopSignal()
+    assert (stop.group is None) is (backend == "gloo")
+    try:
+        for call in range(5):
+            if call == noted[dist.get_rank()]:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if stop.is_agreed():
+                return call, True
+        return 5, False
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+# Beside NCCL, which knows GPUs alone, the ranks agree in a group of gloo.
+@pytest.mark.parametrize(
+    ("noted", "backend", "answer"),
+    [
+        ([9, 9, 9], "gloo", (5, False)),
+        ([9, 2, 9], "gloo", (3, True)),
+        ([3, 2, 1], "gloo", (2, True)),
+        ([9, 9, 0], "nccl", (1, True)),
+    ],
+)
+def test_ranks_agree_one_step_after_the_first_signal(
+    worker_pool: WorkerPool, noted: list[int], backend: str, answer: tuple[int, bool]
+) -> None:
+    assert worker_pool.run(agree, noted, backend, world_size=3) == [answer] * 3
+
+
+# train.py, a tenth of a second slower in each step.
+SLOW_TRAIN = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT / PLACE)!r})
+import ranks, train
+add_gradients = train.add_gradients
+def slowly(*arguments):
+    time.sleep(0.1)
+    return add_gradients(*arguments)
+train.add_gradients = slowly
+ranks.start_ranks(train.main, 1, ranks.read_options(**train.OPTIONS))
+"""
+
+
+@pytest.mark.parametrize(
+    "is_forwarded", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
+def test_signal_to_torchrun_stops_a_run_that_resumes_alike(
+    worker_pool: WorkerPool,
+    text: Path,
+    tmp_path: Path,
+    in_the_middle: tuple[dict[str, Any], list[Any]],
+    is_forwarded: bool,
+) -> None:
+    path, package = tmp_path / "gpt.pt", tmp_path / "package"
+    words = words_for(text, path, 2)
+    package.mkdir()
+    (package / "slow_train.py").write_text(SLOW_TRAIN)
+    handled = "SIGTERM,SIGINT,SIGHUP,SIGQUIT" + ",SIGUSR1" * is_forwarded
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node=2", f"--signals-to-handle={handled}"]
+    torchrun = subprocess.Popen(
+        [*launcher, "-m", "package.slow_train", *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=clean_environment(),
+    )
+    ranks: list[psutil.Process] = []
+    try:
+        give_up = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < give_up:
+            time.sleep(0.02)
+        ranks = psutil.Process(torchrun.pid).children()
+        assert len(ranks) == 2
+        torchrun.send_signal(signal.SIGUSR1)
+        output = torchrun.communicate(timeout=30)[0]
+        # Nothing waits for ranks whose torchrun is dead, but they end by themselves.
+        assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    finally:
+        for one in [*ranks, torchrun]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        torchrun.communicate()
+    marker = tmp_path / "gpt.pt.requeue"
+    assert marker.exists() is is_forwarded
+    if not is_forwarded:
+        assert torchrun.returncode == -signal.SIGUSR1
+        return
+    # The status would be the same if a rank had failed: hence the marker.
+    assert torchrun.returncode == 1, output
+    (step,) = re.findall(
+        r"^checkpoint: stopped by a signal after step (\d+)", output, re.M
+    )
+    assert 2 < int(step) < 12 and content_of(path)["training"]["step"] == int(step)
+    assert steps_resumed_from(worker_pool.run(train, words)[0]) == [int(step)]
+    assert all_in(path) == in_the_middle[1] and not marker.exists()
+
+
+# What the job script of the page calls in the place of Slurm's.
+SRUN = """#!/bin/sh
+[ -e run.pt.requeue ] && echo stale
+echo "$@"
+$ENDING
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "is_requeued", "status"),
+    [
+        ("touch run.pt.requeue; exit 1", True, 0),
+        ("exit 0", False, 0),
+        ("exit 3", False, 3),
+    ],
+    ids=["signal", "done", "failed"],
+)
+def test_job_script_requeues_only_a_run_that_left_its_marker(
+    tmp_path: Path, ending: str, is_requeued: bool, status: int
+) -> None:
+    page = (ROOT / PLACE / "README.md").read_text()
+    (script,) = re.findall(r"^```sh\n(#SBATCH.*?)^```", page, re.M | re.S)
+    stand_ins = {
+        "srun": SRUN.replace("$ENDING", ending),
+        "scontrol": '#!/bin/sh\necho "scontrol $@"\n',
+    }
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "run.pt.requeue").touch()  # of a run before
+    environment = clean_environment(SLURM_JOB_ID="7")
+    environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
+    result = run(["bash", "-c", script], cwd=tmp_path, env=environment, timeout=20)
+    assert result.returncode == status, result.output
+    command, *after = result.stdout.splitlines()
+    assert "--signals-to-handle=" in command and ",SIGUSR1 " in command
+    assert after == ["scontrol requeue 7"] * is_requeued
+    assert "#SBATCH --signal=USR1@" in script
+
+
+def test_old_launcher_with_use_env_adds_no_words(tmp_path: Path) -> None:
+    script = tmp_path / "words.py"
+    # In one write: the launcher's ranks are unbuffered, and two might mix theirs.
+    code = "import os, sys\nline = f\"{sys.argv[1:]} {os.environ['LOCAL_RANK']}\\n\"\n"
+    script.write_text(code + "os.write(1, line.encode())\n")
+    launcher = ["-m", "torch.distributed.launch", "--use-env", "--nproc-per-node=2"]
+    result = run([sys.executable, *launcher, script, "--mine"], timeout=60)
+    assert result.returncode == 0, result.output
+    lines = [f"['--mine'] {rank}" for rank in (0, 1)]
+    assert sorted(result.stdout.splitlines()) == lines
 
 
 # --- Who takes which sample: on any number of ranks, from any step. ----------
@@ -804,11 +1045,26 @@ def test_restarts_that_would_meet_dead_ranks_are_refused(
         return
     assert complaint([*TINY, f"--text={text}"]) == (
         "ranks that are started again would find the addresses of dead ones; first "
-        "type: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        "type: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and give torchrun "
+        "--rdzv-backend=c10d in place of --master-port"
     )
     # If torch has changed this, the script need not refuse any more.
     source = inspect.getsource(DynamicRendezvousHandler.next_rendezvous)
     assert "self._bootstrap_store_info is None or" in source
+
+
+def test_static_rendezvous_needs_more_than_the_variable_to_restart_ranks(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    static = StaticTCPRendezvous("localhost", 0, 0, 1, "job", 1)
+    c10d = DynamicRendezvousHandler.__new__(DynamicRendezvousHandler)
+    # What the agent tells its ranks.
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(static.use_agent_store))
+    assert "--rdzv-backend=c10d" in complaint([*TINY, f"--text={text}"])
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(c10d.use_agent_store))
+    CHECKPOINT.check_restarts()
 
 
 @pytest.mark.parametrize(
@@ -864,16 +1120,19 @@ def test_what_may_differ_when_a_run_is_resumed(
 
 
 def test_middle_of_a_run_writes_text_and_has_no_loss_to_compare(
-    tmp_path: Path, in_the_middle: tuple[dict[str, Any], list[Any]]
+    tmp_path: Path,
+    in_the_middle: tuple[dict[str, Any], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "gpt.pt"
     torch.save(in_the_middle[0], path)
     assert in_the_middle[0]["validation_loss"] is None
-    generate = ROOT / "03_ddp_torchrun" / "generate.py"
-    result = python(generate, f"--checkpoint={path}", "--length=9", timeout=60)
-    assert result.returncode == 0, result.output
-    lines = result.stdout.splitlines()
-    assert lines[-1] == (
+    generate = load_chapter("03_ddp_torchrun")["generate"]
+    words = ["generate.py", f"--checkpoint={path}", "--length=9"]
+    monkeypatch.setattr(sys, "argv", words)
+    generate.main()
+    assert capsys.readouterr().out.splitlines()[-1] == (
         f"{path} comes from the middle of a run: no validation loss to compare with"
     )
 
@@ -910,7 +1169,7 @@ def test_left_out_py_shows_what_each_entry_is_for(worker_pool: WorkerPool) -> No
     assert printed.endswith(claim)
 
 
-@pytest.mark.parametrize("script", ["crashes", "world_changes"])
+@pytest.mark.parametrize("script", ["crashes", "world_changes", "who_may_die"])
 def test_what_starts_ranks_refuses_to_be_one(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

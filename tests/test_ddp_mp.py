@@ -466,6 +466,7 @@ def start_long_run() -> "subprocess.Popen[str]":
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "waits_for"),
     [

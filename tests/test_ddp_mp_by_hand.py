@@ -1,6 +1,7 @@
 """Chapter 02: three wrappers made by hand, each held against DDP and one process."""
 
 import contextlib
+import inspect
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from launch import ROOT
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -129,7 +131,7 @@ def train_alone(dtype: torch.dtype, steps: int, batches: torch.Tensor) -> torch.
 # one process is rounding, of sums in another order: some units of the last digit (6e-8
 # in float32, 1e-16 in float64), passed on and enlarged for 30 steps. That it shrinks
 # with that unit shows that nothing else is behind it.
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 4, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-13)]
 )
@@ -420,6 +422,26 @@ def test_buckets_are_filled_from_the_last_parameter_up_to_the_cap(
         for parameter, number in zip(bucket.views, numbers, strict=True):
             assert parameter is parameters[number]
         assert bucket.flat.numel() == sum(lengths[number] for number in numbers)
+
+
+def caps_of_ddp() -> tuple[int, int]:
+    """Return the bytes of DDP's buckets by default: of the first, and of the others."""
+    return dist._DEFAULT_FIRST_BUCKET_BYTES, int(
+        DistributedDataParallel(nn.Linear(2, 1)).bucket_bytes_cap
+    )
+
+
+def test_buckets_are_as_large_as_ddp_s(worker_pool: WorkerPool) -> None:
+    (found,) = worker_pool.run(caps_of_ddp, world_size=1)
+    # 1 MB and 25 MB, of 2**20 bytes each, as its documentation and two pages say.
+    assert found == (2**20, 25 * 2**20)
+    ours = load_chapter(CHAPTER)["bucketed"].BucketedDDP
+    assert inspect.signature(ours).parameters["bucket_cap_mb"].default == 25
+    for path, words in {
+        "README.md": "`bucket_cap_mb`: 25 by default, as in DDP",
+        "timeline/README.md": "25 MB and, from the second step on, 1 MB for the first",
+    }.items():
+        assert words in " ".join((ROOT / CHAPTER / path).read_text("utf-8").split())
 
 
 def test_bucket_holds_one_dtype() -> None:

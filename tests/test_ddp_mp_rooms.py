@@ -65,6 +65,7 @@ def learn_halves(steps: int) -> tuple[str, torch.Tensor]:
     return output.getvalue(), maps
 
 
+@pytest.mark.slow
 def test_alone_a_rank_is_lost_where_it_saw_nothing(worker_pool: WorkerPool) -> None:
     (printed, maps), (silence, of_rank_1) = worker_pool.run(
         learn_halves, 80, world_size=2, timeout=120
@@ -243,6 +244,7 @@ def faults_of(measured: dict) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_all_ways_are_traced_as_they_are(worker_pool: WorkerPool) -> None:
     measured, other = worker_pool.run(traced_steps, 256, world_size=2, timeout=120)
     assert measured == other
@@ -729,6 +731,7 @@ def test_what_cannot_work_is_said_in_one_line(
     assert re.fullmatch(rf"{re.escape(path.name)}: {complaint}\n", line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "end"),
     [

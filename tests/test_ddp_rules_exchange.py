@@ -1,35 +1,39 @@
-"""Chapter 03, the rules about what DDP exchanges, and when."""
+"""Chapter 03, rules/: what DDP sends, when, and which rank may do what alone."""
 
+import contextlib
+import io
+import os
 import signal
 import sys
-from collections.abc import Callable
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    allreduce_hook,
-    bf16_compress_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 from launch import clean_environment, free_port, run
+from lessons import run_lesson
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
-CHAPTER = "03_ddp_torchrun"
-SCRIPTS = (
-    *("accumulation", "uneven_inputs", "initial_weights", "rank_zero"),
-    "comm_hooks",
-)
+ROOM = "03_ddp_torchrun/rules"
 CPU = torch.device("cpu")
 
 
 def script(name: str) -> Any:
-    """Import one of the chapter's scripts."""
-    return load_chapter(CHAPTER)[name]
+    """Import one of the room's scripts."""
+    return load_chapter(ROOM)[name]
 
 
 def flat(tensors: Any) -> torch.Tensor:
@@ -37,15 +41,113 @@ def flat(tensors: Any) -> torch.Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def small_ddp_model(**settings: Any) -> DistributedDataParallel:
-    """Wrap a layer whose sums have no rounding to speak of."""
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(4, 2, dtype=torch.float64)
-    return DistributedDataParallel(layer, **settings)
+def gather(value: Any) -> list[Any]:
+    """Return the values of all ranks."""
+    return script("ranks").gather(value)
 
 
-def quiet(text: str) -> None:
-    """Print nothing."""
+def count_models(model: torch.nn.Module) -> int:
+    """Count the different sets of weights that the ranks hold; 1 if all agree."""
+    return len(set(map(tuple, gather(flat(model.parameters()).tolist()))))
+
+
+def end_of(
+    name: str, faults: dict[str, Any], environment: dict[str, str]
+) -> tuple[Any, str, str]:
+    """Run a lesson with some of its names replaced; return its code and its output."""
+    module, errors = script(name), io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, environment))
+        stack.enter_context(contextlib.redirect_stderr(errors))
+        # A failed check leaves the group, which is the pool's, and which a DDP in the
+        # frames of the error would then be the last to hold.
+        stack.enter_context(mock.patch.object(script("ranks"), "leave"))
+        for replaced, fault in faults.items():
+            if isinstance(fault, str):  # the name of another function of the lesson
+                fault = getattr(module, fault)
+            stack.enter_context(mock.patch.object(module, replaced, fault))
+        try:
+            return 0, run_lesson(ROOM, name), errors.getvalue()
+        except SystemExit as end:
+            return end.code, "", errors.getvalue()
+
+
+# --- The lessons, whole and broken. ----------
+
+
+CLAIMS = {
+    "accumulation": "the last two all-reduce once a step, and compute the gradient of "
+    "one process",
+    "uneven_inputs": "after train_together all ranks hold the weights of one process",
+    "initial_weights": "loaded before wrapping, 5 steps end with the weights of one "
+    "process",
+    "rank_zero": "in one process the loss is 2.58, the gradient [1, 1]",
+    "main_process": "is_rank_zero writes the log of one process, LOCAL_RANK one a "
+    "machine",
+}
+ONE_RANK_A_MACHINE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_lesson_holds_on_three_ranks(worker_pool: WorkerPool, name: str) -> None:
+    first, *others = worker_pool.run(end_of, name, {}, {}, world_size=3)
+    assert [code for code, *_ in (first, *others)] == [0, 0, 0]
+    assert first[1].splitlines()[-1] == f"check: {CLAIMS[name]}"
+    assert [printed for _, printed, _ in others] == ["", ""]
+
+
+def own_shard_only(ddp_model: DistributedDataParallel) -> float | None:
+    """Validate as `on_all_ranks` does, and forget the all-reduce."""
+    rank_zero = script("rank_zero")
+    with mock.patch.object(dist, "all_reduce"):
+        loss = rank_zero.validate(ddp_model.module)
+    return loss if dist.get_rank() == 0 else None
+
+
+def one_batch_less(batches: list[Any], device: torch.device) -> Iterator[Any]:
+    """Yield batches, one less than all ranks have."""
+    return iter(batches[:2])
+
+
+def skipped_wait(*arguments: Any) -> list[str]:
+    """Stand for what a lesson waits for in vain."""
+    return ["", ""]
+
+
+WAITS = {"uneven_inputs": "wait_in_vain"}
+FAULTS = [
+    ("accumulation", {"accumulate": "no_sync_too_late"}),
+    ("accumulation", {"accumulate": "undivided"}),
+    ("accumulation", {"accumulate_unequal": "accumulate"}),
+    ("uneven_inputs", {"train_together": "train_joined"}),
+    ("uneven_inputs", {"while_all_have": one_batch_less}),
+    ("initial_weights", {"load_before_wrapping": "load_after_wrapping"}),
+    ("initial_weights", {"DDP": partial(DistributedDataParallel, init_sync=False)}),
+    (
+        "initial_weights",
+        {"DDP": partial(DistributedDataParallel, forward_sync_buffers=False)},
+    ),
+    ("rank_zero", {"on_all_ranks": own_shard_only}),
+    ("rank_zero", {"on_rank_zero_alone": own_shard_only}),
+    ("main_process", {"is_rank_zero": "is_first_on_its_machine"}),
+    ("main_process", {"is_first_on_its_machine": "is_rank_zero"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    FAULTS,
+    ids=[f"{name}-{next(iter(faults))}" for name, faults in FAULTS],
+)
+def test_lesson_notices_what_is_broken(
+    worker_pool: WorkerPool, name: str, faults: dict[str, Any]
+) -> None:
+    machines = ONE_RANK_A_MACHINE if name == "main_process" else {}
+    if name in WAITS:  # nothing that is looked for here is in them
+        faults = {WAITS[name]: skipped_wait, **faults}
+    ends = worker_pool.run(end_of, name, faults, machines)
+    assert [code for code, *_ in ends] == [1, 1]
+    assert ends[0][2].endswith(f"not so: {CLAIMS[name]}\n")
 
 
 # --- Accumulation. ----------
@@ -63,13 +165,29 @@ def own_batches(rank: int, sizes: list[int]) -> list[tuple[torch.Tensor, torch.T
     ]
 
 
-def gradient_by(way: str, sizes: list[list[int]]) -> tuple[torch.Tensor, int]:
-    """Take a step with one of the script's functions; return gradient and exchanges."""
-    ddp_model = small_ddp_model()
-    exchanged = script("sent_bytes").note_exchanges(ddp_model)
-    rank = dist.get_rank()
-    getattr(script("accumulation"), way)(ddp_model, own_batches(rank, sizes[rank]))
-    return flat(p.grad for p in ddp_model.parameters()), len(exchanged)
+def all_reduce_each_time(ddp_model: DistributedDataParallel, batches: Any) -> None:
+    """Accumulate without no_sync."""
+    for inputs, labels in batches:
+        (F.mse_loss(ddp_model(inputs), labels) / len(batches)).backward()
+
+
+def gradients_by(
+    ways: list[str], sizes: list[list[int]]
+) -> list[tuple[torch.Tensor, int]]:
+    """Take a step in each way; return the gradient and the all-reduces."""
+    accumulation = script("accumulation")
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 2, dtype=torch.float64)
+    ddp_model = DistributedDataParallel(layer)
+    buckets, found = script("sent_bytes").note_buckets(ddp_model), []
+    batches = own_batches(dist.get_rank(), sizes[dist.get_rank()])
+    for way in ways:
+        buckets.clear()
+        ddp_model.zero_grad()
+        loop = getattr(accumulation, way, all_reduce_each_time)
+        loop(ddp_model, batches)
+        found.append((flat(p.grad for p in layer.parameters()), len(buckets)))
+    return found
 
 
 def gradient_alone(sizes: list[list[int]]) -> torch.Tensor:
@@ -82,64 +200,56 @@ def gradient_alone(sizes: list[list[int]]) -> torch.Tensor:
     return flat(p.grad for p in layer.parameters())
 
 
+WAYS = {  # how often each all-reduces, and how many times the gradient it computes
+    "all_reduce_each_time": (3, 1),
+    "no_sync_too_late": (3, 1),
+    "undivided": (1, 3),
+    "accumulate": (1, 1),
+    "accumulate_unequal": (1, 1),
+}
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(
-    ("way", "exchanges", "times"),
-    [
-        ("exchange_once", 1, 1),
-        ("always_exchange", 3, 1),
-        ("no_sync_too_late", 3, 1),
-        ("forget_to_divide", 1, 3),
-    ],
-)
 def test_no_sync_saves_only_around_the_forward_pass_too(
-    worker_pool: WorkerPool, world_size: int, way: str, exchanges: int, times: int
+    worker_pool: WorkerPool, world_size: int
 ) -> None:
     sizes = [[5, 5, 5]] * world_size
-    results = worker_pool.run(gradient_by, way, sizes, world_size=world_size)
+    results = worker_pool.run(gradients_by, list(WAYS), sizes, world_size=world_size)
     alone = gradient_alone(sizes)
     assert len(results) == world_size
-    for gradient, count in results:
-        assert count == exchanges
-        assert (gradient - times * alone).abs().max() < 1e-12
+    for by_way in results:
+        assert [count for _, count in by_way] == [count for count, _ in WAYS.values()]
+        times = torch.tensor([[times] for _, times in WAYS.values()])
+        gradients = torch.stack([gradient for gradient, _ in by_way])
+        assert (gradients - times * alone).abs().max() < 1e-12
 
 
 def test_unequal_micro_batches_need_weights(worker_pool: WorkerPool) -> None:
-    sizes = [[1, 4], [6, 2]]
+    sizes, ways = [[1, 4], [6, 2]], ["accumulate_unequal", "accumulate"]
+    results = worker_pool.run(gradients_by, ways, sizes)
     alone = gradient_alone(sizes)
-    weighed = worker_pool.run(gradient_by, "weigh_by_samples", sizes)
-    plain = worker_pool.run(gradient_by, "exchange_once", sizes)
-    assert len(weighed) == len(plain) == 2
-    for (right, count), (wrong, _) in zip(weighed, plain, strict=True):
+    assert len(results) == 2
+    for (right, count), (wrong, _) in results:
         assert count == 1
         assert (right - alone).abs().max() < 1e-12
         assert (wrong - alone).abs().max() > 0.01
 
 
-def accumulation_faults(broken: bool) -> list[str]:
-    """Run the script's own check, with ways that claim to be others if broken."""
-    accumulation = script("accumulation")
-    ways = accumulation.EQUAL
-    if broken:
-        ways = {
-            "saves nothing": accumulation.Way(
-                accumulation.no_sync_too_late, True, True
-            ),
-            "is wrong": accumulation.Way(accumulation.forget_to_divide, True, True),
-        }
-    _, faults = accumulation.try_ways(CPU, ways, lambda rank: [2] * 3, 1)
-    return faults
+def bytes_of_an_all_reduce(numbers: int) -> float | None:
+    """Count what a rank sends for one all-reduce of float32 numbers."""
+    tensor = torch.ones(numbers)
+    return script("sent_bytes").sent_by_a_rank(partial(dist.all_reduce, tensor))
 
 
-def test_accumulation_check_counts_bytes_and_finds_what_is_broken(
-    worker_pool: WorkerPool,
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes_sent_are_those_of_a_ring(
+    worker_pool: WorkerPool, world_size: int
 ) -> None:
-    assert worker_pool.run(accumulation_faults, False, world_size=3) == [[], [], []]
-    results = worker_pool.run(accumulation_faults, True)
-    assert len(results) == 2
-    for faults in results:
-        assert faults[0] == "saves nothing: 3 exchanges"
-        assert "is wrong: the gradient is off" in faults[1]
+    arguments = (bytes_of_an_all_reduce, 250_000)
+    results = worker_pool.run(*arguments, world_size=world_size)
+    # An all-reduce sends each number on 2 (n - 1) times, in n-th parts.
+    expected = 1e6 * 2 * (world_size - 1) / world_size
+    assert results == pytest.approx([expected] * world_size, rel=0.02)
 
 
 # --- Uneven inputs. ----------
@@ -171,69 +281,225 @@ def test_join_divides_by_all_ranks_or_by_those_still_there(
     assert results == [[1.5, 1.5], [1.5, 1.5, last]]
 
 
-def uneven_results() -> tuple[list[str], list[str], list[str]]:
-    """Run the parts of the script; return its faults, epochs and last words."""
+def steps_alone(divide_by_initial: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Take all ranks' steps in one process; return mean gradients and the weights."""
+    uneven, ranks = script("uneven_inputs"), range(dist.get_world_size())
+    model, gradients = uneven.linear_model()[0], []
+    optimizer = SGD(model.parameters(), lr=0.05)
+    for step in range(3 + 2 * max(ranks)):
+        batches = [uneven.batches_of(rank) for rank in ranks]
+        found = [own[step] for own in batches if step < len(own)]
+        inputs, labels = (torch.cat(tensors) for tensors in zip(*found, strict=True))
+        optimizer.zero_grad()
+        F.mse_loss(model(inputs), labels).backward()
+        gradients.append(flat(p.grad for p in model.parameters()))
+        # As if the missing batches were there, without a loss.
+        share = len(found) / len(ranks) if divide_by_initial else 1
+        optimizer.param_groups[0]["lr"] = 0.05 * share
+        optimizer.step()
+    return gradients, flat(model.parameters())
+
+
+def join_against_one_process(
+    divide_by_initial: bool, divide_alone: bool
+) -> tuple[list[float], float, float]:
+    """Train in join; return the gradients' shares, the largest error, the weights'.
+
+    A share is that of the mean over the samples of the step. `divide_alone` is the
+    divisor of the one process.
+    """
+    uneven, rank = script("uneven_inputs"), dist.get_rank()
+    ddp_model = DistributedDataParallel(uneven.linear_model()[0])
+    optimizer = SGD(ddp_model.parameters(), lr=0.05)
+    means, weights = steps_alone(divide_alone)
+    shares, errors = [], []
+    with ddp_model.join(divide_by_initial_world_size=divide_by_initial):
+        for step, batch in enumerate(uneven.batches_of(rank)):
+            uneven.train_batches(ddp_model, optimizer, [batch])
+            gradient = flat(p.grad for p in ddp_model.parameters())
+            mean = means[step]
+            shares.append(((gradient @ mean) / (mean @ mean)).item())
+            errors.append((gradient - shares[-1] * mean).abs().max().item())
+    apart = (flat(ddp_model.parameters()) - weights).abs().max().item()
+    return shares, max(errors), apart
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("divide_by_initial", [True, False])
+def test_join_equals_one_process_that_divides_alike(
+    worker_pool: WorkerPool, world_size: int, divide_by_initial: bool
+) -> None:
+    arguments = (join_against_one_process, divide_by_initial, divide_by_initial)
+    results = worker_pool.run(*arguments, world_size=world_size)
+    assert len(results) == world_size
+    for rank, (shares, error, apart) in enumerate(results):
+        active = [
+            sum(step < 3 + 2 * other for other in range(world_size))
+            for step in range(3 + 2 * rank)
+        ]
+        expected = [n / world_size if divide_by_initial else 1 for n in active]
+        assert shares == pytest.approx(expected, rel=1e-5)
+        assert error < 1e-5
+        assert apart < 1e-5
+
+
+def test_one_process_that_divides_otherwise_ends_elsewhere(
+    worker_pool: WorkerPool,
+) -> None:
+    results = worker_pool.run(join_against_one_process, True, False)
+    assert len(results) == 2
+    assert all(apart > 1e-3 for *_, apart in results)
+
+
+def models_after_an_epoch(loop: str, momentum: float) -> tuple[int, int]:
+    """Count the models after an epoch of uneven length, and one step later."""
     uneven = script("uneven_inputs")
-    faults: list[str] = []
-    for divide_by_initial in (True, False):
-        uneven.show_join(CPU, divide_by_initial, faults)
-    epochs = [
-        uneven.show_next_epoch(CPU, train, momentum, faults)
-        for train, momentum in uneven.SECOND_EPOCHS
-    ]
-    return faults, epochs, uneven.show_ends(CPU, faults)
+    ddp_model = DistributedDataParallel(uneven.linear_model()[0])
+    optimizer = SGD(ddp_model.parameters(), lr=0.05, momentum=momentum)
+    batches = uneven.batches_of(dist.get_rank())
+    getattr(uneven, loop)(ddp_model, optimizer, batches)
+    before = count_models(ddp_model)
+    uneven.train_batches(ddp_model, optimizer, batches[:1])
+    return before, count_models(ddp_model)
+
+
+def models_after_epochs() -> list[tuple[int, int]]:
+    """Count models for join without and with momentum, and for stopping together."""
+    cases = [("train_joined", 0.0), ("train_joined", 0.9), ("train_together", 0.9)]
+    return [models_after_an_epoch(*case) for case in cases]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_join_equals_one_process_but_not_the_optimizers(
     worker_pool: WorkerPool, world_size: int
 ) -> None:
-    results = worker_pool.run(uneven_results, world_size=world_size)
-    assert len(results) == world_size
-    for faults, epochs, (hang, thrown) in results:
-        assert faults == []
-        assert [line.split("|")[-1].strip() for line in epochs] == [
-            "1, 1",
-            f"1, {world_size}",
-            "1, 1",
-        ]
-        # Which of the ranks gives up first, and in what, is not fixed.
-        assert "imed out" in hang or "losed" in hang or "closure" in hang
-        assert "Rank 0 exhausted all inputs." in thrown
-        assert "Throwing across all ranks." in thrown
+    results = worker_pool.run(models_after_epochs, world_size=world_size)
+    assert results == [[(1, 1), (1, world_size), (1, 1)]] * world_size
 
 
-def faults_without_the_right_divisor() -> list[str]:
-    """Let the one process of the comparison divide the other way."""
-    uneven, faults = script("uneven_inputs"), []
-    alone = uneven.steps_alone
-    uneven.steps_alone = lambda device, divide: alone(device, not divide)
+def errors_at_the_end() -> tuple[list[str], int, list[str]]:
+    """Train without join, and with a join that raises; return what is said."""
+    uneven = script("uneven_inputs")
+    batches = uneven.batches_of(dist.get_rank())
+    hang = uneven.wait_in_vain(batches)
+    model, optimizer = uneven.linear_model()
+    ddp_model, steps, text = DistributedDataParallel(model), 0, ""
     try:
-        uneven.show_join(CPU, True, faults)
-    finally:
-        uneven.steps_alone = alone
-    return faults
+        with ddp_model.join(throw_on_early_termination=True):
+            for batch in batches:
+                uneven.train_batches(ddp_model, optimizer, [batch])
+                steps += 1
+    except RuntimeError as error:
+        text = str(error)
+    return hang, steps, gather(text)
 
 
-def test_uneven_check_finds_another_divisor(worker_pool: WorkerPool) -> None:
-    results = worker_pool.run(faults_without_the_right_divisor)
-    assert len(results) == 2
-    for faults in results:
-        assert any("from one process" in fault for fault in faults)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_with_more_batches_waits_or_is_told(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    results = worker_pool.run(errors_at_the_end, world_size=world_size)
+    assert len(results) == world_size
+    for hang, steps, thrown in results:
+        assert hang[0] == ""
+        # Which of the ranks gives up first, and in what, is not fixed.
+        lost = ("imed out", "losed", "closure", "reset")
+        assert [any(word in text for word in lost) for text in hang[1:]] == [True] * (
+            world_size - 1
+        )
+        assert steps == 3
+        assert "Rank 0 exhausted all inputs." in thrown[0]
+        assert len(thrown) == world_size
+        assert all("Throwing across all ranks." in text for text in thrown[1:])
 
 
-# --- Initial weights. ----------
+# --- Initial weights and buffers. ----------
 
 
-def initial_results() -> tuple[dict[str, int], dict[str, float], Any, Any]:
-    """Run all cases of the script."""
-    initial = script("initial_weights")
-    models = {name: case(CPU) for name, (case, _) in initial.CASES.items()}
-    same, learns = (
-        initial.built_before_and_after(CPU),
-        initial.layer_after_optimizer(CPU),
-    )
-    return models, initial.origins_after_forward(CPU), same, learns
+class TwoLayers(torch.nn.Module):
+    """Two layers with other weights on each rank, and a buffer that holds the rank."""
+
+    origin: torch.Tensor
+
+    def __init__(self) -> None:
+        """Draw weights from torch's global generator, seeded by the rank."""
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        self.register_buffer("origin", torch.tensor(float(dist.get_rank())))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map (samples, 4) to (samples, 1)."""
+        return self.last(self.first(inputs))
+
+
+def take_steps(model: torch.nn.Module, optimizer: SGD, steps: int) -> None:
+    """Train on numbers that only this rank has."""
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def replace_last(model: TwoLayers) -> None:
+    """Replace a layer by a new one, the same on all ranks."""
+    torch.manual_seed(0)
+    model.last = torch.nn.Linear(4, 1)
+
+
+def models_of_each_case() -> dict[str, int]:
+    """Count the models that the ranks hold, in each case."""
+    models = {"unwrapped": count_models(TwoLayers())}
+    ddp_model = DistributedDataParallel(TwoLayers())
+    models["wrapped"] = count_models(ddp_model)
+    with torch.no_grad():
+        ddp_model.module.last.bias += float(dist.get_rank() > 0)
+    take_steps(ddp_model, SGD(ddp_model.parameters(), 0.05, 0.9), steps=5)
+    models["changed by hand"] = count_models(ddp_model)
+    ddp_model = DistributedDataParallel(TwoLayers(), init_sync=False)
+    take_steps(ddp_model, SGD(ddp_model.parameters(), 0.05, 0.9), steps=5)
+    models["init_sync=False"] = count_models(ddp_model)
+    # DDP keeps to the tensors of the old layer.
+    ddp_model = DistributedDataParallel(TwoLayers(), find_unused_parameters=True)
+    replace_last(ddp_model.module)
+    take_steps(ddp_model, SGD(ddp_model.parameters(), 0.05, 0.9), steps=1)
+    models["layer replaced"] = count_models(ddp_model)
+    return models
+
+
+def origins_after_forward() -> dict[str, float]:
+    """Put the rank into the buffer before each forward pass; what is it afterwards?"""
+    ddp_model = DistributedDataParallel(TwoLayers())
+    origins = {}
+
+    def forward(title: str, model: torch.nn.Module = ddp_model) -> None:
+        ddp_model.module.origin.fill_(dist.get_rank())
+        output = model(torch.ones(2, 4))
+        if output.requires_grad:
+            output.sum().backward()
+        origins[title] = ddp_model.module.origin.item()
+
+    forward("training")
+    ddp_model.eval()
+    forward("eval")
+    with torch.no_grad():
+        forward("no_grad, first")
+        forward("no_grad, second")
+    ddp_model.train()
+    forward("training, first after no_grad")
+    with ddp_model.no_sync():
+        forward("no_sync, first")
+        forward("no_sync, second")
+    forward("ddp_model.module", ddp_model.module)
+    unsynced = DistributedDataParallel(ddp_model.module, forward_sync_buffers=False)
+    forward("forward_sync_buffers=False", unsynced)
+    return origins
+
+
+def initial_results() -> tuple[dict[str, int], dict[str, float]]:
+    """Run all cases."""
+    return models_of_each_case(), origins_after_forward()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -242,10 +508,16 @@ def test_weights_are_copied_once_and_buffers_often(
 ) -> None:
     results = worker_pool.run(initial_results, world_size=world_size)
     assert len(results) == world_size
-    for rank, (models, origins, same, learns) in enumerate(results):
-        assert list(models.values()) == [world_size, 1, world_size, 2, world_size]
-        assert same == (True, True)
-        assert learns == (True, False)
+    for rank, (models, origins) in enumerate(results):
+        assert models == {
+            "unwrapped": world_size,
+            "wrapped": 1,
+            "changed by hand": 2,
+            "init_sync=False": world_size,
+            "layer replaced": world_size,
+        }
+        # A forward pass whose gradients will not be all-reduced still copies buffers,
+        # but makes the next one leave them alone.
         assert {name: origin == 0 for name, origin in origins.items()} == {
             "training": True,
             "eval": True,
@@ -257,6 +529,42 @@ def test_weights_are_copied_once_and_buffers_often(
             "ddp_model.module": rank == 0,
             "forward_sync_buffers=False": rank == 0,
         }
+
+
+def optimizers_before_and_after() -> tuple[bool, bool, list[bool]]:
+    """Build the optimizer before and after wrapping, and before a layer is replaced.
+
+    Returns:
+        Whether tensors and weights are the same, and which layers learn.
+    """
+    weights, same_tensors = [], True
+    for is_before in (True, False):
+        model = TwoLayers()
+        early = SGD(model.parameters(), 0.05, 0.9)
+        ddp_model = DistributedDataParallel(model)
+        optimizer = early if is_before else SGD(ddp_model.parameters(), 0.05, 0.9)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        pairs = zip(held, ddp_model.parameters(), strict=True)
+        same_tensors &= all(ours is its for ours, its in pairs)
+        take_steps(ddp_model, optimizer, steps=5)
+        weights.append(flat(ddp_model.parameters()).tolist())
+    model = TwoLayers()
+    optimizer = SGD(model.parameters(), 0.05, 0.9)
+    replace_last(model)
+    layers = [model.first, model.last]
+    ddp_model = DistributedDataParallel(model)
+    before = [layer.weight.clone() for layer in layers]
+    take_steps(ddp_model, optimizer, steps=5)
+    pairs = zip(layers, before, strict=True)
+    learns = [not torch.equal(layer.weight, old) for layer, old in pairs]
+    return same_tensors, weights[0] == weights[1], learns
+
+
+def test_optimizer_may_be_built_before_wrapping(
+    worker_pool: WorkerPool,
+) -> None:
+    results = worker_pool.run(optimizers_before_and_after)
+    assert results == [(True, True, [True, False])] * 2
 
 
 def layer_replaced_too_late() -> tuple[list[float], str]:
@@ -285,92 +593,107 @@ def test_layer_replaced_after_wrapping_is_an_error_in_the_second_pass(
         assert "Expected to have finished reduction in the prior iteration" in text
 
 
-def buffer_after_wrapping(setting: str) -> tuple[float, list[str]]:
-    """Wrap with a setting off; return the rank's buffer and the warnings."""
-    import warnings
-
-    module = script("initial_weights").fresh_model(CPU)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+def buffers_after_wrapping() -> list[tuple[float, str]]:
+    """Wrap with each setting off; return the rank's buffer and the warnings."""
+    found = []
+    for setting in ("broadcast_buffers", "forward_sync_buffers"):
         settings: dict[str, Any] = {setting: False}
-        DistributedDataParallel(module, **settings)
-    return module.origin.item(), [str(one.message) for one in caught]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ddp_model = DistributedDataParallel(TwoLayers(), **settings)
+        text = " ".join(str(one.message) for one in caught)
+        found.append((ddp_model.module.origin.item(), text))
+    return found
 
 
 def test_broadcast_buffers_is_deprecated_and_not_the_same(
     worker_pool: WorkerPool,
 ) -> None:
-    old = worker_pool.run(buffer_after_wrapping, "broadcast_buffers")
-    new = worker_pool.run(buffer_after_wrapping, "forward_sync_buffers")
-    assert [origin for origin, _ in old] == [0, 1]
-    assert [origin for origin, _ in new] == [0, 0]
-    assert "`broadcast_buffers` is deprecated" in " ".join(old[1][1])
-    assert "deprecated" not in " ".join(new[1][1])
+    results = worker_pool.run(buffers_after_wrapping)
+    assert [[origin for origin, _ in both] for both in results] == [[0, 0], [1, 0]]
+    for (_, old), (_, new) in results:
+        assert "`broadcast_buffers` is deprecated" in old
+        assert "deprecated" not in new
 
 
 # --- Rank zero. ----------
 
 
+class Norm(torch.nn.Linear):
+    """A layer with two weights and a buffer, as batch norm has it."""
+
+    def __init__(self) -> None:
+        """Add the buffer."""
+        super().__init__(1, 1)
+        self.register_buffer("mean", torch.zeros(1))
+
+
+def error_on_rank_zero(
+    call: Callable[[DistributedDataParallel, dist.ProcessGroup], object],
+) -> str:
+    """Let rank zero alone make a call; return its error, the same text on all ranks."""
+    group: Any = dist.new_group()  # its connections may break
+    ddp_model, text = DistributedDataParallel(Norm(), process_group=group), ""
+    dist.barrier()
+    # Not before: a rank that is only slow shall have its time to come here.
+    group.set_timeout(timedelta(seconds=0.3))
+    if dist.get_rank() == 0:
+        try:
+            call(ddp_model, group)
+        except RuntimeError as error:
+            text = str(error)
+    return gather(text)[0]
+
+
+ALONE: dict[str, Any] = {
+    "all_reduce": lambda ddp, group: dist.all_reduce(torch.ones(2), group=group),
+    "ddp_model": lambda ddp, group: ddp(torch.ones(1, 1)),
+    "ddp_model.module": lambda ddp, group: ddp.module(torch.ones(1, 1)),
+}
+
+
 def alone_results() -> dict[str, str]:
-    """Let rank zero alone make each of the script's calls."""
-    rank_zero = script("rank_zero")
-    return {
-        name: rank_zero.try_alone(call) for name, (call, _) in rank_zero.ALONE.items()
-    }
+    """Let rank zero alone make each of the calls."""
+    return {name: error_on_rank_zero(call) for name, call in ALONE.items()}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_rank_zero_alone_waits_for_the_others_unless_nothing_is_exchanged(
+def test_rank_zero_alone_waits_for_the_others_unless_nothing_is_sent(
     worker_pool: WorkerPool, world_size: int
 ) -> None:
     results = worker_pool.run(alone_results, world_size=world_size)
     assert len(results) == world_size
-    others = ", ".join(str(rank) for rank in range(1, world_size))
     for texts in results:
-        assert len(texts) == 4
-        for name in ("validate_together(...)", "ddp_model(...)"):
+        assert list(texts) == list(ALONE)
+        for name in ("all_reduce", "ddp_model"):
             assert "imed out" in texts[name] or "timeout" in texts[name]
-        assert f"Ranks {others} failed to pass" in texts["monitored_barrier(...)"]
-        assert texts["ddp_model.module(...)"] == ""
+        assert texts["ddp_model.module"] == ""
 
 
-def crossing_results() -> tuple[float, list[float], float, float]:
-    """Cross a validation with a training step; then validate as one should."""
-    rank_zero = script("rank_zero")
-    crossed, gradient = rank_zero.cross_with_training()
-    model = rank_zero.Norm()
-    right = rank_zero.validate_alone(model, CPU)
-    return crossed, gradient, rank_zero.validate_together(model, CPU), right
+def crossing_results() -> tuple[Any, list[float]]:
+    """Cross a validation with a training step; then validate in both right ways."""
+    rank_zero, is_rank_zero = script("rank_zero"), dist.get_rank() == 0
+    ddp_model = rank_zero.two_weights()
+    cross = rank_zero.on_rank_zero if is_rank_zero else rank_zero.gradient_of_a_step
+    crossed, by_all = cross(ddp_model), rank_zero.validate(ddp_model.module)
+    return crossed, [by_all, gather(rank_zero.on_rank_zero_alone(ddp_model))[0]]
 
 
 def test_validation_on_rank_zero_mixes_with_gradients(
     worker_pool: WorkerPool,
 ) -> None:
-    results = worker_pool.run(crossing_results)
-    assert len(results) == 2
+    (loss, first), (gradient, second) = worker_pool.run(crossing_results)
     # Rank 0 adds its loss summed over 6 samples, and their number; rank 1 half of 1, 1.
-    inputs = torch.linspace(-1, 1, 12)[::2]
-    total = (inputs - (3 * inputs + 1)).square().sum().item()
-    for crossed, gradient, by_all, alone in results:
-        assert gradient == pytest.approx([total + 0.5, 6.5])
-        assert crossed == pytest.approx((total + 0.5) / 6.5)
-        assert by_all == pytest.approx(alone, rel=1e-6)
-
-
-def wait_for_file(folder: str) -> tuple[bool, bool]:
-    """Look for rank zero's file before and after the barrier."""
-    return script("rank_zero").read_what_rank_zero_writes(folder)
-
-
-def test_barrier_stands_between_writing_and_reading(
-    worker_pool: WorkerPool, tmp_path: Any
-) -> None:
-    results = worker_pool.run(wait_for_file, str(tmp_path), world_size=3)
-    assert results == [(False, True)] * 3
+    inputs = torch.linspace(-1, 1, 12)
+    squares = (inputs - (3 * inputs + 1)).square()
+    total = squares[::2].sum().item()
+    assert gradient == pytest.approx([total + 0.5, 6.5], abs=0.01)
+    assert loss == pytest.approx((total + 0.5) / 6.5)
+    assert first == second == pytest.approx([squares.mean().item()] * 2, rel=1e-6)
 
 
 def test_ddp_dies_at_the_debug_level_detail_on_gloo() -> None:
-    # As long as this holds, the README sends its readers to monitored_barrier.
+    # As long as this holds, readers are sent to monitored_barrier.
     program = (
         "import torch.distributed as dist, torch\n"
         "from torch.nn.parallel import DistributedDataParallel\n"
@@ -387,150 +710,110 @@ def test_ddp_dies_at_the_debug_level_detail_on_gloo() -> None:
     assert result.stdout.splitlines() == ["joined"]
 
 
-# --- Communication hooks. ----------
+# --- The main process. ----------
 
 
-def hook_results(steps: int) -> tuple[dict[str, Any], str, dict[str, list[float]]]:
-    """Train with each hook; return bytes, gradient error, loss and models of each."""
-    hooks = script("comm_hooks")
-    generator = torch.Generator().manual_seed(3)
-    text = torch.randint(97, 123, (60_000,), generator=generator, dtype=torch.uint8)
-    found: dict[str, Any] = {}
-    for name, (hook, _) in hooks.HOOKS.items():
-        ddp_model, sent, _ = hooks.train_with(hook, text, steps, CPU)
-        models = script("all_ranks").count_models(ddp_model.module)
-        error = hooks.gradient_off_by(ddp_model, text, CPU)
-        found[name] = (sent, hooks.bytes_in_messages(hook, ddp_model.module), models)
-        found[name] += (error,)
-    arrived = {
-        name: hooks.gradients_that_arrive(hooks.HOOKS[name][0], CPU)
-        for name in ("no hook", "fp16_compress_hook", "mean_in_bf16")
-    }
-    return found, hooks.try_bf16_compress_hook(CPU), arrived
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_hooks_send_what_the_formula_says(
-    worker_pool: WorkerPool, world_size: int
+def test_each_machine_has_a_local_rank_zero(
+    worker_pool: WorkerPool,
 ) -> None:
-    results = worker_pool.run(hook_results, 12, world_size=world_size, timeout=60)
-    assert len(results) == world_size
-    for found, refused, arrived in results:
-        assert len(found) == 4
-        whole = found["no hook"][1]
-        assert [entry[1] / whole for entry in found.values()][:3] == [1, 0.5, 0.5]
-        assert found["powerSGD_hook"][1] < whole / 10
-        for sent, formula, models, _ in found.values():
-            assert models == 1
-            if sent is not None:
-                expected = formula * 2 * (world_size - 1) / world_size
-                assert sent == pytest.approx(expected, rel=0.1)
-        errors = [entry[3] for entry in found.values()]
-        assert errors[0] < 1e-5 < errors[1] < 2**-10
-        assert errors[1] < errors[2] < 2**-7 < errors[3] < 1
-        # A build with CUDA accepts it: the hook's name is all that DDP looks at.
-        assert not refused or "BF16 all reduce communication hook required" in refused
-        assert arrived["no hook"] == pytest.approx([1e5, 1e-8, 1.001], rel=1e-6)
-        assert arrived["fp16_compress_hook"][:2] == [float("inf"), 0]
-        assert arrived["fp16_compress_hook"][2] == pytest.approx(1.001, abs=5e-4)
-        assert arrived["mean_in_bf16"] == pytest.approx([1e5, 1e-8, 1.0], rel=2**-7)
-        assert arrived["mean_in_bf16"][2] == 1.0
+    arguments = (end_of, "main_process", {}, ONE_RANK_A_MACHINE)
+    (code, printed, _), *others = worker_pool.run(*arguments, world_size=3)
+    assert [code, *(one for one, *_ in others)] == [0, 0, 0]
+    assert printed.splitlines()[:3] == [
+        "rank 0, LOCAL_RANK 0  rank 1, LOCAL_RANK 0  rank 2, LOCAL_RANK 0",
+        "is_first_on_its_machine | lines in the log: 3",
+        "is_rank_zero            | lines in the log: 1",
+    ]
 
 
-def gradient_by_renamed_hook() -> list[float]:
-    """Hide PyTorch's bf16 hook behind another name, which DDP then accepts."""
+def read_what_a_slow_rank_writes(folder: str, with_barrier: bool) -> str:
+    """Write the log on a rank 0 whose disk is slow; return what this rank reads."""
+    lesson, write = script("main_process"), Path.open
 
-    def another_name(
-        state: Any, bucket: dist.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
-        return bf16_compress_hook(state, bucket)
+    def open_late(path: Path, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        time.sleep(0.5 if mode == "a" else 0)
+        return write(path, mode, *rest, **named)
 
-    ddp_model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
-    ddp_model.register_comm_hook(dist.group.WORLD, another_name)
-    ddp_model(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
-    return flat(p.grad for p in ddp_model.parameters()).tolist()
-
-
-def test_bf16_hook_runs_on_gloo_under_another_name(worker_pool: WorkerPool) -> None:
-    assert worker_pool.run(gradient_by_renamed_hook) == [[1.5, 1.5]] * 2
-
-
-def error_of_a_hook_that_only_sums() -> float:
-    """Forget to divide in a hook; return what the script's comparison finds."""
-    hooks = script("comm_hooks")
-    text = torch.arange(20_000).to(torch.uint8)
-
-    def only_sums(
-        group: Any, bucket: dist.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
-        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-        assert work is not None
-        return work.get_future().then(lambda done: done.value()[0])
-
-    ddp_model, _, _ = hooks.train_with(only_sums, text, 1, CPU)
-    return hooks.gradient_off_by(ddp_model, text, CPU)
+    barrier = dist.barrier if with_barrier else lambda: None
+    with (
+        mock.patch.object(Path, "open", open_late),
+        mock.patch.object(dist, "barrier", barrier),
+    ):
+        try:
+            return lesson.write_log(Path(folder), lesson.is_rank_zero)
+        except FileNotFoundError:
+            return "not there"
 
 
-def test_hook_that_forgets_to_divide_is_found(worker_pool: WorkerPool) -> None:
-    errors = worker_pool.run(error_of_a_hook_that_only_sums)
-    assert errors == pytest.approx([1.0, 1.0], rel=0.01)
+def test_barrier_stands_between_writing_and_reading(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    line = "step 1 | loss 0.5\n"
+    for with_barrier, others in ((True, line), (False, "not there")):
+        folder = tmp_path / str(with_barrier)
+        folder.mkdir()
+        arguments = (read_what_a_slow_rank_writes, str(folder), with_barrier)
+        texts = worker_pool.run(*arguments, world_size=3)
+        assert texts == [line, others, others]
+
+
+def write_the_same_checkpoint(folder: str) -> str:
+    """Be one of two ranks that each hold themselves for the main process."""
+    checkpoint = load_chapter("03_ddp_torchrun")["checkpoint"]
+    path, replace = Path(folder, "run.pt"), os.replace
+
+    def replace_in_turn(*names: Any) -> None:
+        dist.barrier()  # both have written
+        if dist.get_rank() == 1:
+            dist.barrier()  # rank 0 has renamed
+        replace(*names)
+        if dist.get_rank() == 0:
+            dist.barrier()
+
+    with mock.patch.object(os, "replace", replace_in_turn):
+        try:
+            checkpoint.write_whole(path, {"rank": dist.get_rank()})
+        except FileNotFoundError as error:
+            return f"{type(error).__name__}: {Path(error.filename).name}"
+    return ""
+
+
+def test_second_writer_of_a_checkpoint_finds_its_file_renamed(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    ends = worker_pool.run(write_the_same_checkpoint, str(tmp_path))
+    assert ends == ["", "FileNotFoundError: run.pt.tmp"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
 
 
 # --- What a user can type. ----------
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize(
-    ("environment", "words", "said"),
+    ("name", "ranks", "words", "said"),
     [
-        ({}, [], "start it with torchrun --nproc-per-node=2"),
-        ({"WORLD_SIZE": "1"}, [], "rank"),
-        ({"WORLD_SIZE": "2"}, ["--no-such=1"], "unrecognized arguments: --no-such=1"),
+        ("rank_zero", "", [], "start it with torchrun --nproc-per-node=2 "),
+        ("accumulation", "1", [], "not with 1 rank(s); start it with torchrun "),
+        ("uneven_inputs", "2", ["--no-such=1"], "unrecognized arguments: --no-such=1"),
     ],
 )
 def test_mistake_gets_one_line(
     name: str,
-    environment: dict[str, str],
+    ranks: str,
     words: list[str],
     said: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    main: Callable[[], None] = script(name).main
+    module, ours = script(name), script("ranks")
+    monkeypatch.setattr(ours, "has_options", False)  # as in a process that has begun
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+    for variable, value in zip(ours.ENVIRONMENT, ("0", ranks) * 2, strict=True):
         monkeypatch.delenv(variable, raising=False)
-    if environment:
-        world_size = environment["WORLD_SIZE"]
-        for variable, value in (
-            ("RANK", "0"),
-            ("LOCAL_RANK", "0"),
-            ("WORLD_SIZE", world_size),
-            ("LOCAL_WORLD_SIZE", world_size),
-        ):
+        if ranks:
             monkeypatch.setenv(variable, value)
     with pytest.raises(SystemExit) as ended:
-        main()
+        module.main()
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2
-    assert line.startswith(f"{name}.py: ")
-    assert said in line
-
-
-@pytest.mark.parametrize(
-    "word", ["--micro-batches=1", "--rounds=0", "--micro-batches=x"]
-)
-def test_accumulation_refuses_what_cannot_work(
-    word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["accumulation.py", word])
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    for variable in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(variable, "0")
-    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(variable, "2")
-    with pytest.raises(SystemExit) as ended:
-        script("accumulation").main()
-    assert ended.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert line.startswith(f"{name}.py: {said}")

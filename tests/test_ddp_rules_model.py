@@ -1,32 +1,75 @@
-"""Chapter 03: what is dealt, normalised, left unused and called twice."""
+"""Chapter 03, the rules: the sampler, BatchNorm, unused layers and two forwards."""
 
-import os
+import contextlib
+import io
+import statistics
 import sys
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
-from unittest.mock import patch
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import softplus
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DistributedSampler
 
-from launch import ROOT, torchrun
+from lessons import run_lesson
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
-CHAPTER = "03_ddp_torchrun"
-CPU = torch.device("cpu")
-modules = load_chapter(CHAPTER)
+ROOM = "03_ddp_torchrun/rules"
+modules = load_chapter(ROOM)
 sampler, sync_batch_norm = modules["sampler"], modules["sync_batch_norm"]
 unused_parameters, two_forwards = modules["unused_parameters"], modules["two_forwards"]
 
 
-# sampler.py
+def ending(script: str, faults: dict[str, Any]) -> tuple[Any, str]:
+    """Run a lesson with some of its parts replaced; return exit code and last line."""
+    errors = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stderr(errors))
+        for name, fault in faults.items():
+            stack.enter_context(mock.patch.object(modules[script], name, fault))
+        try:
+            return 0, (run_lesson(ROOM, script).splitlines() or [""])[-1]
+        except SystemExit as end:
+            return end.code, errors.getvalue().strip()
+
+
+@pytest.mark.parametrize(
+    "script", ["sampler", "sync_batch_norm", "unused_parameters", "two_forwards"]
+)
+@pytest.mark.parametrize("ranks", ["", "1"])
+def test_wrong_launcher_is_one_line(
+    script: str,
+    ranks: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+        if ranks:
+            monkeypatch.setenv(name, ranks if "SIZE" in name else "0")
+    monkeypatch.setattr(sys, "argv", [f"{script}.py"])
+    with pytest.raises(SystemExit) as stopped:
+        modules[script].main()
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    refusal = f"not with {ranks} rank(s); " if ranks else ""
+    launch = f"start it with torchrun --nproc-per-node=2 {script}.py"
+    assert line == f"{script}.py: {refusal}{launch}"
+
+
+# --- The sampler. ----------
 
 
 class OwnSeed(DistributedSampler):
@@ -44,136 +87,102 @@ class Deaf(DistributedSampler):
         """Do nothing."""
 
 
-class Blocks(DistributedSampler):
-    """Deals neighbours to one rank, and so repeats other samples."""
+class Sorted(DistributedSampler):
+    """Assigns the right indices in another order."""
 
     def __iter__(self) -> Any:
-        """Take a part of the order and not every n-th of it."""
+        """Sort them."""
         return iter(sorted(super().__iter__()))
 
 
-def deals_and_means(samples: int, broken: str = "") -> tuple[list[str], list[str]]:
-    """Return the faults that the script finds, with one of its parts broken."""
-    parts: dict[str, Any] = {
+def sampler_ending(samples: int, broken: str = "") -> tuple[Any, str]:
+    """Run the lesson with another number of samples, and one of its parts broken."""
+    faults: dict[str, dict[str, Any]] = {
         "": {},
         "own seed": {"DistributedSampler": OwnSeed},
         "deaf": {"DistributedSampler": Deaf},
-        "order": {"DistributedSampler": Blocks},
+        "order": {"DistributedSampler": Sorted},
         "counts": {"mean_by_counts": sampler.mean_of_means},
     }
-    with patch.multiple(sampler, **parts[broken]) if broken else nullcontext():
-        return sampler.try_deals(samples)[1], sampler.try_means(samples, CPU)[1]
+    few = {"SAMPLES": samples, "LOSSES": torch.exp(-torch.arange(samples))}
+    return ending("sampler", few | faults[broken])
+
+
+SAMPLER_CLAIM = "3 x 3 epochs and the loss are one process's"
 
 
 @pytest.mark.parametrize(("world_size", "samples"), [(2, 7), (3, 10), (3, 12), (3, 4)])
-def test_sampler_deals_what_the_script_deals_by_hand(
+def test_sampler_assigns_what_one_process_would(
     worker_pool: WorkerPool, world_size: int, samples: int
 ) -> None:
-    found = worker_pool.run(deals_and_means, samples, world_size=world_size)
-    assert found == [([], [])] * world_size
+    ends = worker_pool.run(sampler_ending, samples, world_size=world_size)
+    assert ends == [(0, f"check: {SAMPLER_CLAIM}")] + [(0, "")] * (world_size - 1)
+    # In order: every n-th sample, and the first ones again where they do not divide.
+    order = [*range(samples), *range(-samples % world_size)]
+    data: Any = range(samples)
+    in_order = [
+        list(DistributedSampler(data, world_size, rank, shuffle=False))
+        for rank in range(world_size)
+    ]
+    assert in_order == [order[rank::world_size] for rank in range(world_size)]
 
 
 @pytest.mark.parametrize(
-    ("broken", "titles"),
-    [
-        ("own seed", sampler.DEALS[1:]),
-        ("deaf", sampler.DEALS[2:]),
-        ("order", sampler.DEALS[1:]),
-    ],
-)
-def test_a_sampler_that_deals_otherwise_is_noticed(
-    worker_pool: WorkerPool, broken: str, titles: list[tuple[str, Any]]
-) -> None:
-    first, second = worker_pool.run(deals_and_means, 10, broken)
+    ("broken", "wrong"),
     # The seed of rank 0 is the right one, so that rank sees nothing wrong.
-    assert bool(first[0]) == (broken != "own seed")
-    for faults, _ in (first if first[0] else second, second):
-        assert [fault.split(": dealt")[0] for fault in faults] == [t[0] for t in titles]
+    [("own seed", [1, 2]), *[(n, [0, 1, 2]) for n in ("deaf", "order", "counts")]],
+)
+def test_sampler_or_mean_that_is_wrong_is_noticed(
+    worker_pool: WorkerPool, broken: str, wrong: list[int]
+) -> None:
+    ends = worker_pool.run(sampler_ending, 10, broken, world_size=3)
+    said = f"check failed on ranks {wrong}, not so: {SAMPLER_CLAIM}"
+    assert ends == [(1, said), (1, ""), (1, "")]
 
 
-def means(samples: int) -> tuple[float, float, float]:
-    """Return the three means of the script, found with the real sampler."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    dealt: DistributedSampler = DistributedSampler(
-        range(samples),  # type: ignore[arg-type]
-        shuffle=False,
-    )
-    own = sampler.loss_of(range(rank, samples, world_size), samples)
-    return (
-        sampler.mean_of_means(sampler.loss_of(list(dealt), samples), CPU),
-        sampler.mean_of_means(own, CPU),
-        sampler.mean_by_counts(own, CPU),
-    )
+def three_means(samples: int) -> list[float]:
+    """Return a loss by means of padded and unpadded shards, and by sums and counts."""
+    losses, data = torch.exp(-torch.arange(samples)), range(samples)
+    padded = losses[list(DistributedSampler(data, shuffle=False))]  # type: ignore
+    own = losses[dist.get_rank() :: dist.get_world_size()]
+    means = sampler.mean_of_means
+    return [means(padded), means(own), sampler.mean_by_counts(own)]
 
 
 def test_padding_biases_a_mean_and_sums_with_counts_do_not(
     worker_pool: WorkerPool,
 ) -> None:
-    true = sampler.loss_of(range(10), 10).mean().item()
-    by_rank = worker_pool.run(means, 10, world_size=3)
-    assert len(by_rank) == 3
-    for padded, unpadded, counted in by_rank:
-        assert padded > 1.4 * true
-        assert unpadded < 0.95 * true
-        assert counted == pytest.approx(true, rel=1e-6)
-    # A rank may have no sample at all: four samples on three ranks leave none empty,
-    # two do.
-    by_rank = worker_pool.run(means, 2, world_size=3)
-    true = sampler.loss_of(range(2), 2).mean().item()
+    losses = torch.exp(-torch.arange(10))
+    true = losses.mean().item()
+    due = [
+        torch.cat([losses, losses[:2]]).mean().item(),
+        statistics.mean(losses[rank::3].mean().item() for rank in range(3)),
+        true,
+    ]
+    assert due[0] > 1.4 * true and due[1] < 0.95 * true
+    by_rank = worker_pool.run(three_means, 10, world_size=3)
+    assert by_rank == [pytest.approx(due, rel=1e-6)] * 3
+    # A rank may have no sample at all: of two samples, the third rank has none.
+    by_rank = worker_pool.run(three_means, 2, world_size=3)
+    true = losses[:2].mean().item()
     assert [counted for _, _, counted in by_rank] == [pytest.approx(true)] * 3
-
-
-def test_a_mean_of_means_in_place_of_counts_is_noticed(worker_pool: WorkerPool) -> None:
-    by_rank = worker_pool.run(deals_and_means, 10, "counts", world_size=3)
-    for _, (fault,) in by_rank:
-        assert fault.startswith("sums and counts: ")
-    assert len(by_rank) == 3
 
 
 def test_drop_last_leaves_out_other_samples_in_each_epoch() -> None:
     left_out = []
     for epoch in range(3):
-        deals = [sampler.deal_by_hand(10, 3, r, epoch, True, True) for r in range(3)]
-        seen = {index for dealt in deals for index in dealt}
+        seen = set()
+        for rank in range(3):
+            data: Any = range(10)
+            shard = DistributedSampler(data, 3, rank, drop_last=True)
+            shard.set_epoch(epoch)
+            seen |= set(shard)
         assert len(seen) == 9
         left_out += sorted(set(range(10)) - seen)
-    assert left_out == [2, 4, 3]  # as in the README
+    assert left_out == [2, 4, 3]  # as on the page
 
 
-def test_samples_fewer_than_ranks_are_one_line() -> None:
-    result = torchrun(ROOT / CHAPTER / "sampler.py", "--samples=1")
-    text = "sampler.py: --samples must be 2 (one for each rank) to 100"
-    assert result.stderr.splitlines()[0] == text
-    assert result.stdout == ""
-    assert result.returncode == 1  # torchrun's own; the rank's is 2
-    assert "exitcode  : 2" in result.stderr
-
-
-@pytest.mark.parametrize(
-    "script", [sampler, sync_batch_norm, unused_parameters, two_forwards]
-)
-@pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": "2"}])
-def test_wrong_launcher_is_one_line(
-    script: Any,
-    environment: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    name = os.path.basename(script.__file__)
-    monkeypatch.setattr(sys, "argv", [name])
-    monkeypatch.setattr(script.signal, "signal", lambda *_: None)
-    with pytest.raises(SystemExit) as stopped:
-        script.main()
-    assert stopped.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{name}: needs 2 ranks or more; start it with torchrun ")
-
-
-# sync_batch_norm.py
+# --- BatchNorm. ----------
 
 
 class ForwardOnly(torch.autograd.Function):
@@ -192,15 +201,81 @@ class ForwardOnly(torch.autograd.Function):
         return grads[0]
 
 
-def normed(layer: str, broken: bool = False) -> dict[str, float]:
-    """Return how far a layer is from one process, as the script measures it."""
-    norm = nn.BatchNorm1d if layer == "plain" else sync_batch_norm.SummedBatchNorm
-    with (
-        patch.object(sync_batch_norm, "SumOverRanks", ForwardOnly)
-        if broken
-        else nullcontext()
-    ):
-        return sync_batch_norm.off_under_ddp(sync_batch_norm.normed_model(norm), CPU)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_synchronised_layer_trains_as_one_process(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    printed = worker_pool.run(
+        run_lesson, ROOM, "sync_batch_norm", world_size=world_size
+    )
+    plain, summed, converted, check = printed[0].splitlines()
+    assert plain.startswith("wrap_plain     | differs after step 1: loss moved ")
+    same = "wrap_summed    | same as one process: 3 steps, loss and 9 tensors within "
+    assert summed.startswith(same)
+    refusal = "wrap_converted | SyncBatchNorm layers only work with GPU modules"
+    assert converted == refusal
+    assert check == "check: synchronised layers equal one process"
+
+
+@pytest.mark.parametrize(
+    "fault", [{"SumOverRanks": ForwardOnly}, {"SummedBatchNorm": nn.BatchNorm1d}]
+)
+def test_lesson_notices_a_layer_that_is_not_synchronised(
+    worker_pool: WorkerPool, fault: dict[str, Any]
+) -> None:
+    said = "not so: synchronised layers equal one process"
+    ends = worker_pool.run(ending, "sync_batch_norm", fault)
+    assert ends == [(1, f"check failed on ranks [0, 1], {said}"), (1, "")]
+
+
+def drifting_inputs(count: int) -> torch.Tensor:
+    """Make inputs (count, 3) that drift, so that the ranks' shards are not alike."""
+    drift = torch.linspace(-1, 1, count).unsqueeze(1)
+    return torch.randn(count, 3, generator=torch.Generator().manual_seed(1)) + drift
+
+
+def normed_step(model: nn.Module, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return outputs, gradients and running statistics of one forward and backward."""
+    inputs = inputs.clone().requires_grad_()
+    outputs = model(inputs)
+    outputs.square().mean().backward()
+    assert inputs.grad is not None
+    return {
+        "outputs": outputs.detach(),
+        "input grads": inputs.grad,
+        "weight grads": torch.cat(
+            [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        ),
+        "running": torch.cat(running_statistics(model)),
+    }
+
+
+def running_statistics(model: nn.Module) -> list[torch.Tensor]:
+    """Return copies of the running means and variances."""
+    return [b.clone() for b in model.buffers() if b.is_floating_point()]
+
+
+def off_under_ddp(wrap: str, broken: bool = False) -> dict[str, float]:
+    """Compare a step under DDP with BatchNorm in one process.
+
+    Returns how far this rank's results are off, as a share of the largest entry.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    samples = drifting_inputs(8 * world_size)
+    alone = normed_step(sync_batch_norm.build_normed(), samples)
+    # A rank's loss is a mean over its own samples, one process's is over all of them.
+    # DDP makes up for that in the gradients of weights; nobody does for the inputs.
+    alone["input grads"] *= world_size
+    model = getattr(sync_batch_norm, wrap)(sync_batch_norm.build_normed())
+    replaced = mock.patch.object(sync_batch_norm, "SumOverRanks", ForwardOnly)
+    with replaced if broken else nullcontext():
+        found = normed_step(model, samples.chunk(world_size)[rank])
+    errors = {}
+    for name, whole in alone.items():
+        per_sample = name in ("outputs", "input grads")
+        due = whole.chunk(world_size)[rank] if per_sample else whole
+        errors[name] = ((found[name] - due).abs().max() / due.abs().max()).item()
+    return errors
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -208,8 +283,8 @@ def test_summed_statistics_are_one_process_s(
     worker_pool: WorkerPool, world_size: int
 ) -> None:
     names = {"outputs", "input grads", "weight grads", "running"}
-    plain = worker_pool.run(normed, "plain", world_size=world_size)
-    summed = worker_pool.run(normed, "summed", world_size=world_size)
+    plain = worker_pool.run(off_under_ddp, "wrap_plain", world_size=world_size)
+    summed = worker_pool.run(off_under_ddp, "wrap_summed", world_size=world_size)
     assert len(plain) == len(summed) == world_size
     for own, together in zip(plain, summed, strict=True):
         assert set(own) == set(together) == names
@@ -220,16 +295,18 @@ def test_summed_statistics_are_one_process_s(
 def test_a_sum_without_a_backward_spoils_the_gradients_alone(
     worker_pool: WorkerPool,
 ) -> None:
-    errors = worker_pool.run(normed, "summed", True)[0]
-    assert max(errors["outputs"], errors["running"]) < 1e-5
-    assert min(errors["input grads"], errors["weight grads"]) > 0.01
+    by_rank = worker_pool.run(off_under_ddp, "wrap_summed", True)
+    assert len(by_rank) == 2
+    for errors in by_rank:
+        assert max(errors["outputs"], errors["running"]) < 1e-5
+        assert min(errors["input grads"], errors["weight grads"]) > 0.01
 
 
 def uneven_step() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Normalise 2, 3 or 4 samples on this rank; return it and one process's."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     counts = [2 + r for r in range(world_size)]
-    whole = sync_batch_norm.drifting_inputs(sum(counts)).requires_grad_()
+    whole = drifting_inputs(sum(counts)).requires_grad_()
     alone, layer = nn.BatchNorm1d(3), sync_batch_norm.SummedBatchNorm(3)
     target = torch.arange(3.0)
     wanted = alone(whole)
@@ -241,19 +318,14 @@ def uneven_step() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     assert own.grad is not None and layer.weight.grad is not None
     dist.all_reduce(layer.weight.grad)
     return (
-        [found.detach(), own.grad, layer.weight.grad, *buffers_of(layer)],
+        [found.detach(), own.grad, layer.weight.grad, *running_statistics(layer)],
         [
             wanted.detach().split(counts)[rank],
             whole.grad.split(counts)[rank],
             alone.weight.grad,
-            *buffers_of(alone),
+            *running_statistics(alone),
         ],
     )
-
-
-def buffers_of(layer: nn.Module) -> list[torch.Tensor]:
-    """Return the running statistics."""
-    return [b.clone() for b in layer.buffers() if b.is_floating_point()]
 
 
 def test_ranks_may_have_batches_of_different_length(worker_pool: WorkerPool) -> None:
@@ -266,101 +338,280 @@ def test_ranks_may_have_batches_of_different_length(worker_pool: WorkerPool) -> 
             torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
 
 
-def running() -> list[list[float]]:
-    """Return the running means of the script."""
-    return sync_batch_norm.running_means(CPU)
+def running_means() -> list[float]:
+    """Return a feature's running mean after a step, and after the next forward."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ddp_model = sync_batch_norm.wrap_plain(sync_batch_norm.build_normed())
+    own = drifting_inputs(8 * world_size).chunk(world_size)[rank]
+    normed_step(ddp_model, own)
+    after_step = next(ddp_model.buffers())[0].item()
+    # This changes no statistics, but begins with a broadcast of rank 0's buffers.
+    ddp_model.eval()(own[:1])
+    return [after_step, next(ddp_model.buffers())[0].item()]
 
 
 def test_running_statistics_are_those_of_rank_zero_s_samples(
     worker_pool: WorkerPool,
 ) -> None:
-    by_rank = worker_pool.run(running, world_size=3)
-    assert by_rank[0] == by_rank[1] == by_rank[2]
-    after_step, after_forward = by_rank[0]
-    assert len(set(after_step)) == 3
-    assert after_forward == [after_step[0]] * 3
+    by_rank = worker_pool.run(running_means, world_size=3)
+    assert len({after_step for after_step, _ in by_rank}) == 3
+    assert [after_forward for _, after_forward in by_rank] == [by_rank[0][0]] * 3
 
 
 def refusals() -> list[str]:
-    """Return what PyTorch's layer says."""
-    return sync_batch_norm.refusals_on_a_cpu()
+    """Ask PyTorch's layer to run on the CPU, first by itself, then under DDP."""
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(sync_batch_norm.build_normed())
+    said = []
+    with pytest.raises(ValueError) as refusal:
+        model(drifting_inputs(8))
+    said.append(str(refusal.value))
+    # In evaluation there is nothing to all-reduce.
+    assert model.eval()(drifting_inputs(8)).shape[0] == 8
+    with pytest.raises(ValueError) as refusal:
+        DistributedDataParallel(model)
+    said.append(str(refusal.value))
+    with pytest.raises(ValueError) as refusal:
+        sync_batch_norm.wrap_converted(sync_batch_norm.build_normed())
+    return [*said, str(refusal.value)]
 
 
 def test_sync_batch_norm_refuses_a_cpu(worker_pool: WorkerPool) -> None:
     wanted = [
         "SyncBatchNorm expected input tensor to be on GPU or XPU or privateuseone",
-        "SyncBatchNorm layers only work with GPU modules",
+        *["SyncBatchNorm layers only work with GPU modules"] * 2,
     ]
     assert worker_pool.run(refusals) == [wanted] * 2
 
 
-# unused_parameters.py
+# --- Layers that a step does not use. ----------
+
+LATE = "Expected to have finished reduction in the prior iteration"
+CHANGED = "Your training graph has changed in this iteration"
+TWICE = "Expected to mark a variable ready only once"
+FIND, STATIC = ({name: True} for name in ("find_unused_parameters", "static_graph"))
+
+# A setting; for each step who uses the middle layer, and what comes of it for those
+# who do and for those who do not. An error ends a rank's steps.
+STEPS: list[tuple[dict[str, bool], list[tuple[str, str, str]]]] = [
+    ({}, [("all", "mean", ""), ("nobody", "", "local"), ("all", LATE, "")]),
+    ({}, [("nobody", "", "local"), ("nobody", "", LATE)]),
+    (FIND, [("nobody", "", "mean"), ("rank 0", "mean", "mean"), ("all", "mean", "")]),
+    (STATIC, [("rank 0", "mean", "mean")] * 2),
+    (STATIC, [("nobody", "", "mean")] * 2),
+    (STATIC, [("all", "mean", ""), ("nobody", "", "local"), ("all", LATE, "")]),
+    (STATIC, [("nobody", "", "mean"), ("all", CHANGED, "")]),
+]
 
 
-def play(number: int) -> tuple[list[str], list[str]]:
-    """Play one act of the script; return its outcomes, and those not expected."""
-    setting, steps = unused_parameters.ACTS[number]
-    outcomes = unused_parameters.play(setting, steps, CPU)
-    faults = unused_parameters.unexpected(steps, dist.get_rank(), outcomes)
-    return outcomes, faults
+def steps_of(setting: dict[str, bool], users: list[str]) -> list[str]:
+    """Return what comes of the steps on this rank."""
+    return unused_parameters.take_steps(setting, users)
 
 
-# The act that waits in vain is run by the README.
-@pytest.mark.parametrize("number", [0, 2, 3, 4, 5])
-def test_acts_come_out_as_described_on_three_ranks(
-    worker_pool: WorkerPool, number: int
+@pytest.mark.parametrize(("setting", "steps"), STEPS)
+def test_settings_make_of_unused_layers_what_the_table_says(
+    worker_pool: WorkerPool, setting: dict[str, bool], steps: list[tuple[str, str, str]]
 ) -> None:
-    by_rank = worker_pool.run(play, number, world_size=3)
-    assert [faults for _, faults in by_rank] == [[], [], []]
-    assert all(outcomes for outcomes, _ in by_rank), by_rank
+    users = [who for who, _, _ in steps]
+    by_rank = worker_pool.run(steps_of, setting, users, world_size=3)
     assert len(by_rank) == 3
+    for rank in range(3):
+        due = [
+            with_it if who in ("all", f"rank {rank}") else without
+            for who, with_it, without in steps
+        ]
+        assert len(by_rank[rank]) == len(due)
+        for number in range(len(due)):
+            assert by_rank[rank][number].startswith(due[number] or "no such rank")
 
 
 def test_a_silent_step_is_followed_by_the_error(worker_pool: WorkerPool) -> None:
-    (first, faults), _ = worker_pool.run(play, 0)
-    assert first[:2] == [unused_parameters.MEAN, unused_parameters.OWN]
-    assert first[2].startswith(unused_parameters.NOT_FINISHED)
-    assert "Parameter indices which did not receive grad for rank 0: 2 3" in first[2]
-    assert faults == []
+    users = ["all", "nobody", "all"]
+    by_rank = worker_pool.run(steps_of, {}, users)
+    assert len(by_rank) == 2
+    for rank in range(2):
+        first, second, error = by_rank[rank]
+        assert (first, second) == ("mean", "local")
+        assert error.startswith(LATE)
+        text = f"Parameter indices which did not receive grad for rank {rank}: 2 3"
+        assert text in error
 
 
-def play_under(setting: str, number: int) -> list[str]:
-    """Play an act under another setting; return what is not as expected of it."""
-    steps = unused_parameters.ACTS[number][1]
-    outcomes = unused_parameters.play(setting, steps, CPU)
-    return unused_parameters.unexpected(steps, dist.get_rank(), outcomes)
+class FirstOrNot(nn.Module):
+    """Three layers of a bucket each, of which a step may leave out the first."""
+
+    def __init__(self) -> None:
+        """Make the same weights on every call."""
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, uses_first: bool) -> torch.Tensor:
+        """Map (B, 8) to a loss."""
+        return self.last(self.second(self.first(x) if uses_first else x)).sum()
 
 
-@pytest.mark.parametrize(
-    ("setting", "number"),
-    [("", 2), (unused_parameters.FIND, 0), (unused_parameters.FIND, 4)],
-)
-def test_another_setting_is_noticed(
-    worker_pool: WorkerPool, setting: str, number: int
+def last_gradient_of_a_silent_step(is_view: bool) -> tuple[bool, bool]:
+    """Leave the first layer out; return whether this rank's gradient is its own.
+
+    And whether it is the same on all ranks, for which it waits two seconds.
+    """
+    model = FirstOrNot()
+    ddp_model = DistributedDataParallel(
+        model, bucket_cap_mb=1e-4, gradient_as_bucket_view=is_view
+    )
+    x = torch.full((1, 8), dist.get_rank() + 1.0)
+    for uses_first in (True, True, False):  # the first step settles the buckets
+        ddp_model.zero_grad()
+        ddp_model(x, uses_first).backward()
+    own = torch.autograd.grad(model(x, False), model.last.weight)[0]
+    found = model.last.weight.grad
+    assert found is not None
+    deadline = time.monotonic() + 2
+    while True:
+        of_all = modules["ranks"].gather((found.tolist(), time.monotonic() > deadline))
+        is_same = all(gradient == of_all[0][0] for gradient, _ in of_all)
+        if is_same or any(is_late for _, is_late in of_all):
+            return torch.equal(found, own), is_same
+
+
+def test_silent_step_averages_full_buckets_of_views(
+    worker_pool: WorkerPool,
 ) -> None:
-    faults = worker_pool.run(play_under, setting, number)
-    assert [len(own) for own in faults] == [1, 1]
+    for is_view, due in ((False, (True, False)), (True, (False, True))):
+        assert worker_pool.run(last_gradient_of_a_silent_step, is_view) == [due] * 2
+
+
+UNUSED_CLAIM = "find_unused_parameters: 5 steps' gradients are one process's"
+
+
+class NeverUnused(nn.ModuleList):
+    """Three layers, of which no step leaves one out."""
+
+    def forward(self, inputs: torch.Tensor, uses_middle: bool) -> torch.Tensor:
+        """Map (B, 4) to a loss."""
+        for layer in self:
+            inputs = layer(inputs).tanh()
+        return inputs.square().mean()
+
+
+def unused_ending(fault: str) -> tuple[Any, str]:
+    """Run the lesson with one fault, and little patience."""
+    faults: dict[str, dict[str, Any]] = {
+        "": {},
+        "setting": {"SETTINGS": {"default": {}, "find_unused_parameters": STATIC}},
+        "model": {"Detour": NeverUnused},
+    }
+    short = mock.Mock(return_value=timedelta(seconds=1))
+    return ending("unused_parameters", {"timedelta": short, **faults[fault]})
+
+
+def test_lesson_on_unused_parameters_holds_on_three_ranks(
+    worker_pool: WorkerPool,
+) -> None:
+    ends = worker_pool.run(unused_ending, "", world_size=3)
+    assert ends == [(0, f"check: {UNUSED_CLAIM}"), (0, ""), (0, "")]
+
+
+@pytest.mark.parametrize("fault", ["setting", "model"])
+def test_another_setting_or_model_is_noticed(
+    worker_pool: WorkerPool, fault: str
+) -> None:
+    ends = worker_pool.run(unused_ending, fault)
+    said = f"check failed on ranks [0, 1], not so: {UNUSED_CLAIM}"
+    assert ends == [(1, said), (1, "")]
+
+
+def wait_in_vain() -> list[str]:
+    """Use the layer on rank 0 alone; a rank that waits gives up after a second."""
+    short = mock.Mock(return_value=timedelta(seconds=1))
+    with mock.patch.object(unused_parameters, "timedelta", short):
+        return unused_parameters.take_steps({}, ["rank 0", "rank 0"])
+
+
+def test_rank_that_alone_uses_a_layer_waits_in_vain(worker_pool: WorkerPool) -> None:
+    user, first, second = worker_pool.run(wait_in_vain, world_size=3)
+    # Who hears of the timeout and who of the lost connection is a race.
+    hints = ("Timed out", "timeout", "losed by peer", "reset by peer")
+    assert len(user) == 1 and any(hint in user[0] for hint in hints)
+    for outcomes in (first, second):
+        assert outcomes[0] == "local" and outcomes[1].startswith(LATE)
+
+
+def all_reduces_of_a_step(setting: dict[str, Any]) -> int:
+    """Count the all-reduces that DDP starts in a step that uses all layers."""
+    model = unused_parameters.build_detour()
+    ddp_model = DistributedDataParallel(model, **setting)
+    calls: dict[str, int] = {}
+    for _ in range(2):  # the first is not like the others
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            unused_parameters.local_loss(ddp_model, dist.get_rank(), "all").backward()
+        calls = {event.key: event.count for event in profiler.key_averages()}
+    return calls.get("c10d::allreduce_", 0)
+
+
+def test_looking_for_unused_parameters_all_reduces(
+    worker_pool: WorkerPool,
+) -> None:
+    for setting, count in (({}, 1), (STATIC, 1), (FIND, 2)):
+        assert worker_pool.run(all_reduces_of_a_step, setting) == [count] * 2
+
+
+def relative_times(rounds: int) -> list[float]:
+    """Time a step of 100 small layers with each setting; the default is 1."""
+    settings: list[dict[str, Any]] = [{}, FIND, STATIC]
+    models = [
+        DistributedDataParallel(
+            nn.Sequential(*[nn.Linear(16, 16) for _ in range(100)]), **setting
+        )
+        for setting in settings
+    ]
+    seconds: list[list[float]] = [[] for _ in models]
+    for number in range(rounds * len(models)):
+        # In turn, so that a slow moment of the machine meets all of them.
+        model = models[number % len(models)]
+        model.zero_grad()
+        dist.barrier()
+        start = time.perf_counter()
+        model(torch.ones(4, 16)).mean().backward()
+        seconds[number % len(models)].append(time.perf_counter() - start)
+    medians = [statistics.median(own[3:]) for own in seconds]
+    return [median / medians[0] for median in medians]
+
+
+@pytest.mark.slow
+def test_looking_for_unused_parameters_takes_time(worker_pool: WorkerPool) -> None:
+    times = worker_pool.run(relative_times, 60)
+    print(f"times of a step: {times[0]}")  # pytest -s shows them
+    assert len(times) == 2
+    for default, find, static in times:
+        assert default == 1
+        # A busy machine can hide the difference, but not turn it round.
+        assert find > 0.95 and static < 1.5
 
 
 class Recomputed(nn.Module):
     """Keeps no activations of a layer that it uses once or twice."""
 
-    def __init__(self, uses: int) -> None:
+    def __init__(self, uses: int, use_reentrant: bool) -> None:
         """Make two layers."""
         super().__init__()
         self.first, self.layer, self.uses = nn.Linear(4, 4), nn.Linear(4, 4), uses
+        self.use_reentrant = use_reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (B, 4) to a loss."""
         x = self.first(x)
         for _ in range(self.uses):
-            x = checkpoint(self.layer, x, use_reentrant=True)  # type: ignore[assignment]
+            x = checkpoint(  # type: ignore[assignment]
+                self.layer, x, use_reentrant=self.use_reentrant
+            )
         return x.square().mean()
 
 
-def recompute(uses: int, options: dict[str, bool]) -> str:
+def recompute(uses: int, options: dict[str, Any], use_reentrant: bool = True) -> str:
     """Make two steps; return the error, or nothing."""
-    ddp_model = DistributedDataParallel(Recomputed(uses), **options)  # type: ignore[arg-type]
+    ddp_model = DistributedDataParallel(Recomputed(uses, use_reentrant), **options)
     try:
         for _ in range(2):
             ddp_model(torch.ones(2, 4)).backward()
@@ -370,80 +621,198 @@ def recompute(uses: int, options: dict[str, bool]) -> str:
 
 
 def test_static_graph_takes_what_find_unused_does_not(worker_pool: WorkerPool) -> None:
-    once_only = "Expected to mark a variable ready only once"
-    for uses, option, error in (
-        (1, "", ""),
-        (1, "find_unused_parameters", once_only),
-        (1, "static_graph", ""),
-        (2, "", once_only),
-        (2, "static_graph", ""),
+    for uses, options, error in (
+        (1, {}, ""),
+        (1, FIND, TWICE),
+        (1, STATIC, ""),
+        (2, {}, TWICE),
+        (2, FIND, TWICE),
+        (2, STATIC, ""),
     ):
-        options = {option: True} if option else {}
         said = worker_pool.run(recompute, uses, options)
-        assert [text[: len(once_only)] for text in said] == [error] * 2
+        assert [text[: len(TWICE)] for text in said] == [error] * 2
+    # The other kind of checkpoint adds no backward pass of its own.
+    for options in ({}, FIND, STATIC):
+        assert worker_pool.run(recompute, 2, options, False) == ["", ""]
 
 
-# two_forwards.py
+# --- Two forwards. ----------
+
+
+class RunningScale(nn.Module):
+    """Divides by a running mean that belongs to this rank until DDP overwrites it."""
+
+    def __init__(self, features: int) -> None:
+        """Start with 1."""
+        super().__init__()
+        self.register_buffer("scale", torch.ones(features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Update the buffer with this batch (B, D), then use it."""
+        # A new tensor, as it must be: backward still needs the one it was used with.
+        self.scale = 0.5 * self.get_buffer("scale") + 0.5 * x.detach().abs().mean(dim=0)
+        return x / self.scale
+
+
+class Discriminator(nn.Module):
+    """The script's, with a normalisation, and perhaps a head for each of two calls."""
+
+    # What DDP offers, for the model without DDP.
+    no_sync = staticmethod(nullcontext)
+
+    def __init__(self, norm: Callable[[int], nn.Module], heads: int = 1) -> None:
+        """Make the same weights on every call."""
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm = nn.Linear(4, 8), norm(8)
+        self.heads = nn.ModuleList([nn.Linear(8, 1) for _ in range(heads)])
+        self.calls = 0
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the model that DDP would wrap."""
+        return self
+
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+        """Map samples (B, 4) to logits by one head after another."""
+        head = self.heads[self.calls % len(self.heads)]
+        self.calls += 1
+        return head(self.norm(self.body(samples)).tanh())
+
+
+def past_ddp(first: bool, model: Any, real: torch.Tensor, fake: torch.Tensor) -> None:
+    """Go forward and backward twice, once of it past DDP: the first time or not."""
+    softplus(-(model.module if first else model)(real)).mean().backward()
+    softplus((model if first else model.module)(fake)).mean().backward()
+
+
+def past_ddp_at_last(model: Any, real: torch.Tensor, fake: torch.Tensor) -> None:
+    """Go forward and backward twice, the last time past DDP."""
+    past_ddp(False, model, real, fake)
+
+
+def past_ddp_at_once(model: Any, real: torch.Tensor, fake: torch.Tensor) -> None:
+    """Go forward past DDP and through it, then backward once."""
+    real_loss = softplus(-model.module(real)).mean()
+    (real_loss + softplus(model(fake)).mean()).backward()
+
+
+def first_in_no_sync(model: Any, real: torch.Tensor, fake: torch.Tensor) -> None:
+    """Go forward and backward twice, with one all-reduce."""
+    with model.no_sync():
+        softplus(-model(real)).mean().backward()
+    softplus(model(fake)).mean().backward()
+
+
+NO_HOOKS = "expect_autograd_hooks_ INTERNAL ASSERT FAILED"
+ERRORS = (LATE, TWICE, CHANGED, NO_HOOKS)
+RIGHT, OFF = "right", "off"
+PLAIN = partial(Discriminator, nn.Identity)
+TWO_HEADS = partial(Discriminator, nn.Identity, heads=2)
+NORM, SCALE = (partial(Discriminator, norm) for norm in (nn.BatchNorm1d, RunningScale))
+DDP_SETTINGS: list[dict[str, bool]] = [
+    {},
+    FIND,
+    STATIC,
+    {"forward_sync_buffers": False},
+]
+# What is done, with which model, and what comes of it with each of the settings.
+WAYS: list[tuple[Any, Any, list[str]]] = [
+    (two_forwards.one_forward, PLAIN, [RIGHT] * 4),
+    (two_forwards.one_backward, PLAIN, [RIGHT] * 4),
+    (two_forwards.two_backwards, PLAIN, [OFF] * 4),
+    (two_forwards.in_turn, PLAIN, [RIGHT] * 4),
+    (first_in_no_sync, PLAIN, [RIGHT, RIGHT, NO_HOOKS, RIGHT]),
+    (partial(past_ddp, True), PLAIN, [RIGHT, RIGHT, OFF, RIGHT]),
+    (past_ddp_at_last, PLAIN, [OFF] * 4),
+    (past_ddp_at_once, PLAIN, [RIGHT] * 4),
+    (two_forwards.one_backward, TWO_HEADS, [RIGHT, TWICE, RIGHT, RIGHT]),
+    (two_forwards.in_turn, TWO_HEADS, [LATE, RIGHT, CHANGED, LATE]),
+    (two_forwards.one_backward, NORM, [RIGHT] * 4),
+    (two_forwards.one_backward, SCALE, [OFF, OFF, OFF, RIGHT]),
+    (two_forwards.one_forward, SCALE, [RIGHT] * 4),
+]
+
+
+def outcome(way: Any, build: Any, settings: dict[str, bool]) -> str:
+    """Return RIGHT, OFF or the beginning of the error."""
+    try:
+        error = two_forwards.try_way(way, build, **settings)
+    except RuntimeError as error:
+        return next((e for e in ERRORS if str(error).startswith(e)), str(error))
+    return RIGHT if error < 1e-5 else OFF if error > 0.01 else str(error)
 
 
 def table() -> list[list[str]]:
-    """Return the whole table of the script as this rank finds it."""
+    """Return what comes of all ways with all settings on this rank."""
     return [
-        [
-            two_forwards.try_way(way, make, kind, CPU)
-            for _, kind in two_forwards.SETTINGS
-        ]
-        for _, way, make, _ in two_forwards.ROWS
+        [outcome(way, build, settings) for settings in DDP_SETTINGS]
+        for way, build, _ in WAYS
     ]
 
 
 def test_table_is_the_same_on_all_of_three_ranks(worker_pool: WorkerPool) -> None:
     by_rank = worker_pool.run(table, world_size=3, timeout=60)
-    rows = two_forwards.ROWS
-    assert len(by_rank) == 3 and len(rows) == 13
-    for found in by_rank:
-        assert len(found) == 13
-        for number in range(13):
-            title, _, _, expected = rows[number]
-            assert len(found[number]) == len(expected) == 4, title
-            for column in range(4):
-                assert found[number][column].endswith(expected[column]), title
+    expected = [outcomes for _, _, outcomes in WAYS]
+    assert len(expected) == 13 and {len(row) for row in expected} == {4}
+    assert by_rank == [expected] * 3
 
 
-def unaveraged(options: dict[str, bool]) -> str:
-    """Try the safe way with a DDP that never exchanges anything."""
-    way, make = two_forwards.one_forward, two_forwards.JUDGE
+class Silent(DistributedDataParallel):
+    """A DDP that never all-reduces anything."""
 
-    class Silent(DistributedDataParallel):
-        def forward(self, *args: Any) -> Any:
-            return self.module(*args)
-
-    with patch.object(two_forwards, "DistributedDataParallel", Silent):
-        return two_forwards.try_way(way, make, options, CPU)
+    def forward(self, *args: Any) -> Any:
+        """Go past DDP."""
+        return self.module(*args)
 
 
-def test_a_missing_exchange_is_noticed(worker_pool: WorkerPool) -> None:
-    outcomes = worker_pool.run(unaveraged, {})
-    assert len(outcomes) == 2
-    for outcome in outcomes:
-        assert outcome.endswith(two_forwards.W)
-        assert float(outcome.split()[0]) > 0.1
+def ways_ending(fault: str) -> tuple[Any, str]:
+    """Run the lesson with one fault."""
+    faults: dict[str, dict[str, Any]] = {
+        "": {},
+        "silent": {"DistributedDataParallel": Silent},
+        "nothing wrong": {"two_backwards": two_forwards.one_backward},
+        "past DDP": {
+            "in_turn": past_ddp_at_last,
+            "build_discriminator": PLAIN,
+        },
+    }
+    return ending("two_forwards", faults[fault])
+
+
+CLAIM_OF_WAYS = "3 of 4 ways give one process's gradients, on all ranks"
+
+
+def test_lesson_on_two_forwards_holds_on_three_ranks(worker_pool: WorkerPool) -> None:
+    ends = worker_pool.run(ways_ending, "", world_size=3)
+    assert ends == [(0, f"check: {CLAIM_OF_WAYS}"), (0, ""), (0, "")]
+
+
+@pytest.mark.parametrize("fault", ["silent", "nothing wrong", "past DDP"])
+def test_lesson_notices_a_way_that_is_not_as_described(
+    worker_pool: WorkerPool, fault: str
+) -> None:
+    ends = worker_pool.run(ways_ending, fault)
+    said = f"check failed on ranks [0, 1], not so: {CLAIM_OF_WAYS}"
+    assert ends == [(1, said), (1, "")]
 
 
 def mean_and_whole() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean over shares, and the gradient of all samples in one batch."""
-    way, make, whole = (
-        two_forwards.one_forward,
-        two_forwards.JUDGE,
-        two_forwards.JUDGE(),
-    )
-    shares = [two_forwards.own_samples(r, CPU) for r in range(dist.get_world_size())]
-    both = torch.cat(shares, dim=1)
-    way(two_forwards.Calls(whole, whole, nullcontext, both[0], both[1]))
-    return two_forwards.mean_of_shares(way, make, CPU), two_forwards.flat_grad(whole)
+    """Return the mean over shards, and the gradient of all samples in one batch."""
+    build, way = two_forwards.build_discriminator, two_forwards.one_forward
+    ranks = range(dist.get_world_size())
+    shards = [two_forwards.gradients(build(), way, rank) for rank in ranks]
+
+    def with_all_samples(model: Any, *_: torch.Tensor) -> None:
+        seeds = [torch.Generator().manual_seed(rank) for rank in ranks]
+        samples = [torch.randn(2, 6, 4, generator=seed) for seed in seeds]
+        way(model, *torch.cat(samples, dim=1))
+
+    whole = two_forwards.gradients(build(), with_all_samples, 0)
+    return torch.stack(shards).mean(dim=0), whole
 
 
-def test_mean_over_shares_is_the_gradient_of_the_whole_batch(
+def test_mean_over_shards_is_the_gradient_of_the_whole_batch(
     worker_pool: WorkerPool,
 ) -> None:
     by_rank = worker_pool.run(mean_and_whole, world_size=3)
@@ -455,14 +824,15 @@ def test_mean_over_shares_is_the_gradient_of_the_whole_batch(
 
 def scale_after_two_forwards(forward_sync_buffers: bool) -> tuple[float, float, int]:
     """Return a buffer's value before and after a second forward begins, and writes."""
-    make = partial(two_forwards.Judge, two_forwards.RunningScale)
     ddp_model = DistributedDataParallel(
-        make(), forward_sync_buffers=forward_sync_buffers
+        SCALE(), forward_sync_buffers=forward_sync_buffers
     )
-    ddp_model(two_forwards.own_samples(dist.get_rank(), CPU)[0])
+    torch.manual_seed(dist.get_rank())
+    samples = torch.randn(6, 4)
+    ddp_model(samples)
     scale = ddp_model.module.norm.scale
     before, version = scale[0].item(), scale._version
-    ddp_model(two_forwards.own_samples(dist.get_rank(), CPU)[0])
+    ddp_model(samples)
     return before, scale[0].item(), scale._version - version
 
 

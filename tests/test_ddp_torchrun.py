@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -555,6 +556,34 @@ def test_resumed_run_drops_from_the_log_what_it_does_again(
     assert [step for step, _ in log["lr"]] == [3, 6, 9, 12]
 
 
+class Terminal(io.StringIO):
+    """Standard error of somebody who looks at it."""
+
+    def isatty(self) -> bool:
+        """Say that it is a terminal."""
+        return True
+
+
+def bar_of(*words: str) -> tuple[str, str]:
+    """Run train.py at a terminal, then into a file; return what tqdm drew on each."""
+    train, drawn = module("train"), []
+    plain = train.tqdm
+    for stream in (Terminal(), io.StringIO()):
+        with mock.patch.object(train, "tqdm", partial(plain, file=stream)):
+            run_train(*words)
+        drawn.append(stream.getvalue())
+    return drawn[0], drawn[1]
+
+
+def test_one_rank_draws_a_bar_and_only_at_a_terminal(
+    worker_pool: WorkerPool, text: Path
+) -> None:
+    words = [*TINY, "--batch-size=4", f"--text={text}", "--max-epochs=1"]
+    (seen, in_a_file), other = worker_pool.run(bar_of, *words, timeout=60)
+    assert "6/6" in seen and in_a_file == ""
+    assert other == ("", "")
+
+
 # --- Proofs that can fail. ----------
 
 
@@ -563,11 +592,11 @@ def run_with_a_fault(fault: str, *words: str) -> Run:
     train = module("train")
     gradient_error, add_gradients = train.data.gradient_error, train.add_gradients
 
-    def faulty_error(ddp_model: DistributedDataParallel, dataset: Any) -> float:
+    def faulty_error(ddp_model: DistributedDataParallel, *rest: Any) -> float:
         if fault == "local gradient":
             with ddp_model.no_sync():
-                return gradient_error(ddp_model, dataset)
-        error = gradient_error(ddp_model, dataset)
+                return gradient_error(ddp_model, *rest)
+        error = gradient_error(ddp_model, *rest)
         if fault == "one weight on one rank" and dist.get_rank() == 1:
             with torch.no_grad():
                 next(ddp_model.parameters()).view(-1)[3] += 1e-7
@@ -887,6 +916,7 @@ def test_generate_refuses_what_it_cannot_read(tmp_path: Path) -> None:
 # --- Real launches. ----------
 
 
+@pytest.mark.slow
 def test_mistake_under_torchrun_is_said_once(tmp_path: Path) -> None:
     result = torchrun(TRAIN, "--batch-size=0", nproc=3, cwd=tmp_path)
     assert result.returncode == 1
@@ -896,6 +926,7 @@ def test_mistake_under_torchrun_is_said_once(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_three_ranks_from_another_folder_while_29500_is_taken(
     text: Path, tmp_path: Path
@@ -953,6 +984,7 @@ def start(words: list[Any], **options: Any) -> subprocess.Popen[str]:
     raise AssertionError("the run ended before it began to train")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["ctrl-c", "launcher killed"])
 def test_no_rank_outlives_its_launcher(text: Path, ending: str) -> None:
     words = [*TINY, "--batch-size=4", "--max-epochs=1000000", "--text", text]
@@ -1054,9 +1086,11 @@ def test_no_sync_around_backward_alone_saves_nothing(worker_pool: WorkerPool) ->
 
 
 def test_torchrun_restarts_nothing_by_default() -> None:
+    from torch.distributed.launcher import LaunchConfig
     from torch.distributed.run import get_args_parser
 
     assert get_args_parser().parse_args(["script.py"]).max_restarts == 0
+    assert LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1).max_restarts == 3
 
 
 def test_old_launcher_passes_local_rank_with_a_hyphen(tmp_path: Path) -> None:
@@ -1089,6 +1123,7 @@ print(psutil.Process().num_threads() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("early", "late", "ends"),
     [

@@ -125,6 +125,7 @@ def shards(
     return folder, said
 
 
+@pytest.mark.slow
 def test_shards_resume_to_the_last_bit_and_can_be_consolidated(
     shards: tuple[Path, list[list[str]]],
 ) -> None:
@@ -146,11 +147,12 @@ OTHER_RANKS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "tag", "says"),
     [
         (2, "half", ""),
-        (1, "half", OTHER_RANKS),
+        pytest.param(1, "half", OTHER_RANKS, marks=pytest.mark.slow),
         pytest.param(1, "universal", "", marks=pytest.mark.slow),
     ],
 )
@@ -172,6 +174,7 @@ def test_which_stage_resumes_from_which(
     assert said == [expected] * ranks
 
 
+@pytest.mark.slow
 def test_an_older_checkpoint_stays_until_the_new_one_is_whole(
     shards: tuple[Path, list[list[str]]], zero_pools: Pools, tmp_path: Path
 ) -> None:
@@ -189,6 +192,7 @@ def test_an_older_checkpoint_stays_until_the_new_one_is_whole(
     assert load_chapter(ROOM)["shards"].find_problem(folder, 1) == ""
 
 
+@pytest.mark.slow
 def test_a_damaged_shard_is_named_and_a_move_that_fails_is_refused(
     shards: tuple[Path, list[list[str]]], tmp_path: Path
 ) -> None:

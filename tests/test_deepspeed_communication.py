@@ -1,6 +1,9 @@
 """Chapter 05: what a rank sends in each stage, and that the losses are those of DDP."""
 
 import contextlib
+import io
+import itertools
+import logging
 import re
 import time
 from collections.abc import Iterator
@@ -58,6 +61,7 @@ def count_small(mistake: str = "") -> str:
 NEEDED = [2, 2, 3, 3, 2, 2, 3, 2 * 2 + 1, 2, 2 * 1 + 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_deepspeed_sends_3_where_the_paper_sends_2(
     ranks: int, zero_pools: Pools
@@ -79,6 +83,50 @@ def test_deepspeed_sends_3_where_the_paper_sends_2(
     ]
     agree = f"check: on {ranks} ranks comms_logger, PyTorch and TCP agree in 12 steps\n"
     assert said[0].endswith(agree)
+
+
+REUSE = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+
+
+def gathered_in_stage_3() -> dict[tuple[bool, int], float]:
+    """Count what stage 3 gathers, in multiples of the weights, by default and without.
+
+    The key tells whether weights may stay until backward, and the micro-batches.
+    """
+    forget_earlier_group()
+    import deepspeed
+
+    found, counter_of = {}, load_chapter(ROOM)["traffic"].CollectiveCounter
+    for may_stay, parts in itertools.product((True, False), (1, 2)):
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": parts,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 3} | ({} if may_stay else REUSE),
+        }
+        load_chapter(CHAPTER)["deepspeed_setup"].prepare(config)
+        layers = [torch.nn.Linear(400, 400, bias=False) for _ in range(4)]
+        model = torch.nn.Sequential(*layers)
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        gathered: list[int] = []
+        for _ in range(3):  # the last: it learns in which order it needs the weights
+            with counter_of() as counter:
+                for _ in range(parts):
+                    engine.backward(engine(torch.randn(1, 400)).square().mean())
+                    engine.step()
+            gathered = counter.calls["all_gather"]
+        engine.destroy()
+        found[may_stay, parts] = sum(gathered) / (4 * 4 * 400 * 400)
+    return found
+
+
+def test_stage_3_gathers_once_if_the_weights_may_stay_until_backward(
+    zero_pools: Pools,
+) -> None:
+    by_rank = zero_pools(2).run(gathered_in_stage_3, world_size=2, timeout=120)
+    assert len(by_rank) == 2
+    once, twice = {(True, 1): 1, (True, 2): 2}, {(False, 1): 2, (False, 2): 4}
+    assert by_rank == [once | twice] * 2
 
 
 @pytest.mark.parametrize("mistake", ["a call", "TCP"])
@@ -121,6 +169,59 @@ def test_latencies_of_comms_logger_are_running_totals(zero_pools: Pools) -> None
         # Each has all calls before it in it: the timer is never reset.
         assert latencies == sorted(latencies)
         assert latencies[-1] - latencies[0] < took < sum(latencies) / 3
+
+
+def logged_with_every_switch() -> tuple[list[str], str, str]:
+    """Log two calls with `verbose` and `debug`; return names, lines and the summary."""
+    forget_earlier_group()
+    import deepspeed
+    from deepspeed.comm.comm import comms_logger
+    from deepspeed.utils import logger
+
+    setup = load_chapter(ROOM)["deepspeed_setup"]
+    setup.prepare({"optimizer": {"params": {}}})
+    deepspeed.init_distributed("gloo")
+    lines = io.StringIO()
+    handler = logging.StreamHandler(lines)
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    comms_logger.reset_data()
+    try:
+        deepspeed.comm.configure(enabled=True, prof_all=True, verbose=True, debug=True)
+
+        def here() -> None:
+            deepspeed.comm.all_reduce(torch.ones(256))
+
+        def there() -> None:
+            deepspeed.comm.all_reduce(torch.ones(256))
+
+        here()
+        there()
+        names, each = list(comms_logger.get_raw_data()), lines.getvalue()
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            deepspeed.comm.log_summary()
+        summary = printed.getvalue() + lines.getvalue().removeprefix(each)
+    finally:
+        deepspeed.comm.configure(enabled=False, verbose=False, debug=False)
+        comms_logger.reset_data()
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return names, each, summary
+
+
+def test_verbose_is_a_line_for_each_call_and_debug_names_the_caller(
+    zero_pools: Pools,
+) -> None:
+    zero, one = zero_pools(2).run(logged_with_every_switch, world_size=2, timeout=60)
+    names = [f"all_reduce | [Caller Func: {caller}]" for caller in ("here", "there")]
+    assert zero[0] == one[0] == names
+    calls = [line for line in zero[1].splitlines() if "comm op: all_reduce" in line]
+    assert len(calls) == 2
+    assert all("msg size: 1.0 KB" in line for line in calls)
+    # Rank 0 alone prints.
+    assert one[1] == ""
+    assert "Comm. Op" in zero[2] and "all_reduce" in zero[2]
 
 
 def may_skip_sync() -> dict[int, str]:
@@ -206,7 +307,7 @@ def losses_of(stage: int | None, steps: int, parts: int) -> list[float]:
     """Train with a stage or with DDP; return the mean loss over all ranks of a step."""
     modules = load_chapter(CHAPTER)
     text, mean_over_ranks = modules["text"], modules["engine_checks"].mean_over_ranks
-    tokens = text.to_tokens(text.read_text(None), None, BLOCK)
+    tokens = text.read_tokens()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model: Any = modules["qwen"].small_model()
     adam, losses = None, []
@@ -260,6 +361,7 @@ def all_curves(steps: int) -> dict[tuple[int | None, int], list[float]]:
     }
 
 
+@pytest.mark.slow
 def test_ddp_and_all_stages_have_the_same_losses(zero_pools: Pools) -> None:
     by_rank = zero_pools(2).run(all_curves, 6, world_size=2, timeout=120)
     assert len(by_rank) == 2

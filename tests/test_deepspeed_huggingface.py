@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from lessons import in_the_pool
 from scripts import load_chapter
@@ -79,6 +80,7 @@ def run_room_script(script: str, mistake: str = "") -> tuple[int, str]:
 # --- What they must say. ----------
 
 
+@pytest.mark.slow
 def test_accelerate_gives_each_rank_its_samples_only_with_the_backend_named(
     zero_pools: Pools,
 ) -> None:
@@ -96,6 +98,7 @@ def test_accelerate_gives_each_rank_its_samples_only_with_the_backend_named(
     ]
 
 
+@pytest.mark.slow
 def test_trainer_needs_use_cpu_on_a_cpu(zero_pools: Pools) -> None:
     (code, said), (other, _) = zero_pools(2).run(
         run_room_script, "with_trainer", world_size=2, timeout=120
@@ -141,3 +144,56 @@ def test_a_mistake_ends_the_run(zero_pools: Pools, script: str, mistake: str) ->
     assert [code for code, _ in ends] == [1, 1], ends
     claim = "check failed on ranks [0, 1]"
     assert claim in ends[0][1] or "ds_tensor" in ends[0][1], ends[0][1]
+
+
+# --- A model without a loss, and a mask. ----------
+
+
+def test_auto_model_has_no_head_and_no_loss() -> None:
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    config = load_chapter(ROOM)["qwen"].small_config()
+    tokens = torch.randint(256, (2, 8), generator=torch.Generator().manual_seed(0))
+    body, model = (
+        AutoModel.from_config(config),
+        AutoModelForCausalLM.from_config(config),
+    )
+    # The labels are taken, and nobody reads them.
+    output = body(input_ids=tokens, labels=tokens)
+    assert "loss" not in output and output.last_hidden_state.shape == (2, 8, 128)
+    with pytest.raises(AttributeError, match="object has no attribute 'loss'"):
+        output.loss  # noqa: B018
+    assert model(input_ids=tokens, labels=tokens).loss.item() > 0
+    # The head of this one is its embedding, so the two have equally many parameters.
+    count = {sum(p.numel() for p in one.parameters()) for one in (body, model)}
+    assert count == {427_136}
+
+
+@torch.no_grad()
+def test_mask_of_ones_changes_nothing_and_no_mask_hides_labels() -> None:
+    modules = load_chapter(ROOM)
+    model = modules["qwen"].small_model().eval()
+    tokens = torch.randint(256, (2, 8), generator=torch.Generator().manual_seed(0))
+    ones, padded, labels = (
+        torch.ones_like(tokens),
+        torch.ones_like(tokens),
+        tokens.clone(),
+    )
+    padded[1, 5:] = 0
+    labels[1, 5:] = -100
+    plain = model(input_ids=tokens, labels=tokens)
+    masked = model(input_ids=tokens, attention_mask=ones, labels=tokens)
+    assert torch.equal(plain.logits, masked.logits) and plain.loss == masked.loss
+    # What is padded on the right no earlier token sees, mask or not.
+    right = model(input_ids=tokens, attention_mask=padded, labels=tokens)
+    assert torch.equal(plain.logits[1, :5], right.logits[1, :5])
+    # But the loss counts the padding, until its labels are -100.
+    whole = model(input_ids=tokens[:1], labels=tokens[:1]).loss
+    short = model(input_ids=tokens[1:, :5], labels=tokens[1:, :5]).loss
+    due = (7 * whole + 4 * short) / 11  # a token predicts the next: 7 and 4 of them
+    hidden = model(input_ids=tokens, attention_mask=padded, labels=labels).loss
+    assert hidden.item() == pytest.approx(due.item(), rel=1e-6)
+    assert abs(right.loss.item() / due.item() - 1) > 1e-3
+    # What is padded on the left changes the tokens after it: there it needs the mask.
+    left = model(input_ids=tokens, attention_mask=padded.flip(1)).logits
+    assert (left[1, 3:] - plain.logits[1, 3:]).abs().max() > 0.1

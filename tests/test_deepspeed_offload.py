@@ -146,6 +146,7 @@ def losses_with_clipping(folder: str) -> dict[str, tuple[list[float], set[float]
 # --- What the page says. ----------
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_has_left_and_losses_are_the_same(
     zero_pools: Pools, tmp_path: Path
 ) -> None:
@@ -167,6 +168,7 @@ def test_what_is_offloaded_has_left_and_losses_are_the_same(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_with_clipping_bf16_losses_differ_since_the_norm_is_rounded(
     zero_pools: Pools, tmp_path: Path
 ) -> None:

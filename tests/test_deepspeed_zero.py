@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import io
+import itertools
 import json
 import os
 import re
@@ -30,9 +31,14 @@ from worker_pool import WorkerPool
 
 CHAPTER = "05_deepspeed_zero"
 FOLDER = ROOT / CHAPTER
-PARAMETERS = 427_136
-BLOCK = 64
-LR, DECAY = 3e-3, 0.01  # of the stages
+# The GPT of the stages: embeddings of V bytes and T places, and in each of L layers
+# query, key, value and output of D x D, an MLP of D x 4D and back, and two norms.
+V, T, D, L = 256, 32, 65, 2
+NORM = [D, D]  # weight and bias
+SIZES = [V * D, T * D, *L * [*NORM, *4 * [D * D], *NORM, *2 * [4 * D * D]], *NORM]
+PARAMETERS = sum(SIZES)
+LR, DECAY = 2e-3, 0.01  # of the stages
+RECIPE_LR = 3e-3
 ON = {"enabled": True}
 COMPARED = (
     r"losses \de[+-]\d\d from one process's \(limit (\S+)\), "
@@ -64,18 +70,24 @@ def make_engine(stage: int, precision: str = "fp32", **changes: Any) -> Any:
     modules["deepspeed_setup"].prepare(config)
     import deepspeed
 
-    model = modules["qwen"].small_model()
+    model: Any = new_gpt()
     return deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )[0]
 
 
+def new_gpt() -> torch.nn.Module:
+    """Build the model of the stage scripts, with the same weights each time."""
+    modules = load_chapter(CHAPTER)
+    torch.manual_seed(0)
+    return modules["model"].GPT(modules["stage_0"].SIZES)
+
+
 def batches_for_all_ranks() -> Callable[[int], torch.Tensor]:
     """Return what the stage scripts take their batches from."""
     text = load_chapter(CHAPTER)["text"]
-    tokens = text.to_tokens(text.read_text(None), None, BLOCK)
-    samples = 8 * dist.get_world_size()
-    return lambda step: text.global_batch(tokens, step, samples, BLOCK)
+    tokens, samples = text.read_tokens(), 4 * dist.get_world_size()
+    return lambda step: text.global_batch(tokens, step, samples, T + 1)
 
 
 def train(engine: Any, steps: int, shift: int = 0) -> list[float]:
@@ -83,12 +95,13 @@ def train(engine: Any, steps: int, shift: int = 0) -> list[float]:
 
     With `shift`, the ranks after the first take samples of another step.
     """
-    checks, batch_of = load_chapter(CHAPTER)["engine_checks"], batches_for_all_ranks()
+    modules, batch_of = load_chapter(CHAPTER), batches_for_all_ranks()
+    checks, next_token_loss = modules["engine_checks"], modules["text"].next_token_loss
     rank, world_size = dist.get_rank(), dist.get_world_size()
     losses = []
     for step in range(steps):
-        inputs = batch_of(step + shift * rank).chunk(world_size)[rank]
-        loss = engine(input_ids=inputs, labels=inputs).loss
+        tokens = batch_of(step + shift * rank).chunk(world_size)[rank]
+        loss = next_token_loss(engine, tokens)
         engine.backward(loss)
         engine.step()
         losses.append(checks.mean_over_ranks(loss))
@@ -98,15 +111,15 @@ def train(engine: Any, steps: int, shift: int = 0) -> list[float]:
 def all_stages(steps: int, precision: str) -> list[tuple[Any, ...]]:
     """Train with every stage; return its lines, counts, losses and its checks."""
     modules, results = prepare(), []
-    checks, untrained = modules["engine_checks"], modules["qwen"].small_model()
+    checks = modules["engine_checks"]
     for stage in range(4):
         engine = make_engine(stage, precision)
         modules["deepspeed_setup"].undo_step_of_zeros(engine)
         lines = checks.describe_ranks(engine)
         losses = train(engine, steps)
         counts = [checks.optimizer_count(engine), checks.moment_count(engine)]
-        copy, batch_of = checks.copy_to_compare(untrained), batches_for_all_ranks()
-        found = checks.same_as_one_process(engine, copy, batch_of, losses)
+        batch_of = batches_for_all_ranks()
+        found = checks.same_as_one_process(engine, new_gpt(), batch_of, losses)
         results.append(
             (lines, counts, losses, checks.partitioned_evenly(engine), found)
         )
@@ -117,7 +130,7 @@ def all_stages(steps: int, precision: str) -> list[tuple[Any, ...]]:
 def run_the_scripts(steps: int) -> list[str]:
     """Be one rank of the four stage scripts; return what each printed."""
     modules, printed = prepare(), []
-    options = {"steps": steps, "precision": "bf16", "model": None, "text": None}
+    options = {"steps": steps, "precision": "bf16"}
     for stage in range(4):
         script, output = modules[f"stage_{stage}"], io.StringIO()
         with in_the_pool(script), contextlib.redirect_stdout(output):
@@ -129,7 +142,7 @@ def run_the_scripts(steps: int) -> list[str]:
 def check_after(stage: int, precision: str, mistake: str) -> tuple[bool, str]:
     """Make a mistake, and return what the checks of the stage scripts say to it."""
     modules = prepare()
-    checks, untrained = modules["engine_checks"], modules["qwen"].small_model()
+    checks, untrained = modules["engine_checks"], new_gpt()
     changes = {"gradient_clipping": 0.0} if mistake == "other clipping" else {}
     engine = make_engine(stage, precision, **changes)
     if mistake != "step of zeros":
@@ -203,6 +216,30 @@ def counters_of_stage_0(**changes: Any) -> list[float] | str:
     return counters
 
 
+def moved_by_clipping() -> dict[tuple[int, Any], float]:
+    """Step in each stage by a gradient of norm 8; return how far the weights move."""
+    import deepspeed
+
+    moved = {}
+    for stage, clipping in itertools.product(range(4), (None, 0)):
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage},
+        }
+        if clipping is not None:
+            config["gradient_clipping"] = clipping
+        model = torch.nn.Linear(4, 4, bias=False)
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        before = engine(torch.eye(4)).detach()
+        engine.backward(2 * engine(torch.eye(4)).sum())
+        engine.step()
+        moved[stage, clipping] = torch.dist(before, engine(torch.eye(4))).item()
+        engine.destroy()
+    return moved
+
+
 def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
     """Leave out what is often taken for harmless to leave out."""
     modules = prepare()
@@ -221,11 +258,15 @@ def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
         deepspeed.initialize(model=modules["qwen"].small_model(), config=one)[0]
         for one in (config, str(path))
     ]
+    config["optimizer"]["params"]["adam_w_mode"] = False
+    told = deepspeed.initialize(model=modules["qwen"].small_model(), config=config)[0]
     return {
         "clipping": engines[0].gradient_clipping(),
         "stage": engines[0].zero_optimization_stage(),
         "stage from file": engines[1].zero_optimization_stage(),
         "adam": type(engines[0].optimizer).__name__,
+        "adam, told": type(told.optimizer).__name__,
+        "moved": moved_by_clipping(),
         "problem": setup.unknown_key(config),
         "nested": setup.unknown_key({"zero_optimization": {"stge": 1}}),
         "own": [
@@ -247,8 +288,7 @@ def learning_rates() -> list[float]:
     adam = engine.optimizer.optimizer
     step = adam.step
     adam.step = lambda *args: (rates.append(adam.param_groups[0]["lr"]), step(*args))
-    text = modules["text"]
-    tokens = text.to_tokens(text.read_text(None), None, BLOCK)
+    tokens = modules["text"].read_tokens()
     recipe.train_and_save(engine, tokens, None)
     return rates
 
@@ -285,7 +325,8 @@ def follow_the_recipe(folder: str, forgets: str) -> tuple[str, bool, list[str]]:
         check = enter(mock.patch.object(recipe, "check"))
         enter(in_the_pool(recipe))
         enter(contextlib.redirect_stdout(output))
-        recipe.main(SimpleNamespace(checkpoints=Path(folder), fused=False))
+        options = {"checkpoints": Path(folder), "model": None, "text": None}
+        recipe.main(SimpleNamespace(**options, fused=False))
         model = modules["qwen"].small_model()
         engine = deepspeed.initialize(model=model, config=recipe.CONFIG)[0]
         engine.save_checkpoint(f"{folder}/by itself", "early")
@@ -318,12 +359,12 @@ def answers(folder: str) -> dict[str, str]:
     write_checkpoints(folder)
     for path in [*sorted(Path(folder).iterdir()), Path(folder, "nothing")]:
         try:
-            modules["qwen"].load_checkpoint(str(path), 2, 1, 2, 10**9)
+            modules["pretrained"].load_checkpoint(str(path), 2, 1, 2, 10**9)
             said[path.name] = ""
         except ValueError as error:
             said[path.name] = str(error).removeprefix(f"--model {path}: ")
     try:
-        modules["qwen"].load_checkpoint(f"{folder}/good", 2, 1, 2, 10**6)
+        modules["pretrained"].load_checkpoint(f"{folder}/good", 2, 1, 2, 10**6)
     except ValueError as error:
         said["too large"] = str(error).removeprefix(f"--model {folder}/good ")
     return said
@@ -363,6 +404,19 @@ def test_the_stages_differ_only_in_docstring_and_config() -> None:
         assert other == first.replace('{"stage": 0}', f'{{"stage": {stage}}}')
 
 
+def count_on_a_rank(stage: int, ranks: int) -> int:
+    """Return how many parameters a rank's optimizer holds, padding included.
+
+    Stages 1 and 2 lay all tensors end to end and pad them to a multiple of twice the
+    ranks; stage 3 pads every tensor to a multiple of the ranks.
+    """
+    if stage == 0:
+        return PARAMETERS
+    if stage == 3:
+        return sum(values + -values % ranks for values in SIZES) // ranks
+    return (PARAMETERS + -PARAMETERS % (2 * ranks)) // ranks
+
+
 def assert_is_a_lesson(text: str, stage: int, ranks: int, count: str) -> None:
     lines = re.findall(r"^rank (\d) \| stage (\d) .* count ([\d,]+)$", text, re.M)
     assert lines == [(str(rank), str(stage), count) for rank in range(ranks)]
@@ -393,10 +447,10 @@ def test_deepspeed_starts_two_ranks_while_29500_is_taken(tmp_path: Path) -> None
             pass  # another job holds it already, which is as good
         # The launcher is not told a port, so it tells its ranks 29500.
         result = run([*launcher, "--num_gpus=2", FOLDER / "stage_1.py"], cwd=folder)
-    assert_ended_well(result, 1, 2, PARAMETERS // 2)
+    assert_ended_well(result, 1, 2, count_on_a_rank(1, 2))
     losses = re.findall(r"^step +(\d+) \| mean loss .* ([\d.]+)$", result.stdout, re.M)
     assert [int(step) for step, _ in losses] == [1, 10]
-    assert 5.2 < float(losses[0][1]) < 5.6 and float(losses[1][1]) < 3.3
+    assert 5.0 < float(losses[0][1]) < 5.4 and float(losses[1][1]) < 3.8
     # Nothing of DeepSpeed's own comes between the lines of the lesson.
     lesson = result.stdout[result.stdout.index("device: ") :]
     own = [line for line in lesson.splitlines() if "[INFO] [launch.py" not in line]
@@ -405,39 +459,97 @@ def test_deepspeed_starts_two_ranks_while_29500_is_taken(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_torchrun_starts_three_ranks_and_a_checkpoint(
+def test_torchrun_starts_three_ranks() -> None:
+    result = torchrun(FOLDER / "stage_3.py", "--steps=2", "--precision=fp32", nproc=3)
+    count = count_on_a_rank(3, 3)
+    assert_ended_well(result, 3, 3, count)
+    assert f"each of 24 tensors partitioned among 3: {count:,}, with " in result.output
+    assert "(limit 1e-04), gradient norm " in result.output
+
+
+@pytest.mark.slow
+def test_recipe_trains_a_checkpoint_and_a_text(
     tmp_path: Path, zero_pools: Pools
 ) -> None:
     zero_pools(1).run(write_checkpoints, str(tmp_path), world_size=1, timeout=60)
-    model = f"--model={tmp_path / 'good'}"
-    result = torchrun(
-        FOLDER / "stage_3.py", "--steps=2", "--precision=fp32", model, nproc=3
-    )
-    counts = re.findall(r"parameter count ([\d,]+)$", result.output, re.M)
-    count = int(counts[0].replace(",", ""))
-    # 26 tensors, each padded to a multiple of three.
-    assert PARAMETERS < 3 * count < PARAMETERS + 3 * 26
-    assert_ended_well(result, 3, 3, count)
-    assert "each of 26 tensors partitioned among 3: " in result.output
-    assert "(limit 1e-04), gradient norm " in result.output
+    text = tmp_path / "text"
+    text.write_text("the same words over and over again, " * 200)
+    options = [f"--checkpoints={tmp_path / 'saved'}", f"--model={tmp_path / 'good'}"]
+    result = torchrun(FOLDER / "recipe.py", *options, f"--text={text}", nproc=2)
+    assert result.returncode == 0, result.output
+    claim = "check: resumed at step 10: the same loss, to the last bit\n"
+    assert result.stdout.endswith(claim)
+    before, after = re.findall(r"held-out loss ([\d.]+)$", result.stdout, re.M)
+    # It begins with the loss that the checkpoint has, in the checkpoint's own tokens.
+    assert float(before) == pytest.approx(held_out_loss(tmp_path / "good", text), 1e-3)
+    assert float(after) < 0.5 * float(before)
+
+
+@torch.no_grad()
+def held_out_loss(folder: Path, text: Path) -> float:
+    """Return a checkpoint's loss on the twentieth of a text that is held out."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = torch.tensor(tokenizer(text.read_text())["input_ids"])
+    draw = load_chapter(CHAPTER)["text"].global_batch
+    batch = draw(tokens[: len(tokens) // 20], 0, 16 * 2, 64)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return model(input_ids=batch, labels=batch).loss.item()
+
+
+NUMA = """available: {} nodes (0-1)
+node 0 cpus: 0 1
+node 0 size: 64 MB
+node 1 cpus:{}
+node 1 size: 64 MB
+"""
+
+
+def ranks_by_numa(nodes: int, cpus: str) -> tuple[int, int]:
+    """Return how many ranks `deepspeed` starts, with numactl and without it."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator: Any = get_accelerator()
+    told = NUMA.format(nodes, cpus).encode()
+    found = []
+    for answer in ([told], FileNotFoundError):
+        numactl = mock.Mock(side_effect=answer)
+        asked = mock.patch.object(subprocess, "check_output", numactl)
+        with asked, mock.patch.dict(os.environ):
+            os.environ.pop("LOCAL_SIZE", None)
+            found.append(accelerator.device_count())
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cpus", "ranks"), [(1, "", 1), (2, " 2 3", 2), (2, "", 1)]
+)
+def test_without_a_gpu_there_is_a_rank_for_each_numa_node_with_cores(
+    zero_pools: Pools, nodes: int, cpus: str, ranks: int
+) -> None:
+    (found,) = zero_pools(1).run(ranks_by_numa, nodes, cpus, world_size=1, timeout=60)
+    assert found == (ranks, 1)
 
 
 ONE_RANK = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
 import ranks, stage_1
-from qwen import MODEL_OPTIONS
 from deepspeed_setup import SETUP_OPTIONS
 stage_1.leave = lambda: print("torch._inductor.compile_fx" in sys.modules)
 def main(options):
     stage_1.main(options)
 if __name__ == "__main__":
-    steps = {"type": int}
-    options = ranks.read_options(steps=steps, **MODEL_OPTIONS, **SETUP_OPTIONS)
+    options = ranks.read_options(
+        steps={"type": int}, precision={"default": "bf16"}, **SETUP_OPTIONS
+    )
     ranks.start_ranks(main, 1, options)
 """
 
 
+@pytest.mark.slow
 def test_one_rank_without_a_compiler_says_what_it_does_and_starts_fast(
     tmp_path: Path,
 ) -> None:
@@ -542,15 +654,22 @@ def test_two_hosts_on_one_machine_need_not_share_its_gpu(
 
 
 @pytest.mark.slow
-def test_bad_input_is_one_line() -> None:
-    for arguments, expected in (
-        (["--steps=0"], "argument --steps: '0' is no number from 1 to 1000000000"),
-        (["--text=/nowhere"], "--text /nowhere: No such file or directory"),
-        (["--model=/no/such/model"], "--model /no/such/model: there is no such folder"),
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    folder, short, few = tmp_path / "none", tmp_path / "short", "a few words"
+    short.write_text(few)
+    too_short = f"the text has {len(few)} tokens and 1280 are needed: give more text"
+    for script, option, expected in (
+        ("stage_0", "--steps=0", "argument --steps: '0' is no number from 1 to 10"),
+        ("recipe", "--text=/nowhere", "--text /nowhere: No such file or directory"),
+        ("recipe", f"--text={short}", too_short),
+        ("recipe", "--model=/no/such", "--model /no/such: there is no such folder"),
     ):
-        result = python(FOLDER / "stage_0.py", *arguments)
+        more = [f"--checkpoints={folder}"] if script == "recipe" else []
+        result = python(FOLDER / f"{script}.py", option, *more)
         assert (result.returncode, result.stdout) == (2, "")
-        assert result.stderr == f"stage_0.py: {expected}\n"
+        zeros = "0" * 8 if script == "stage_0" else ""
+        assert result.stderr == f"{script}.py: {expected}{zeros}\n"
+    assert not folder.exists()
 
 
 @pytest.mark.slow
@@ -567,6 +686,7 @@ def test_more_ranks_than_a_machine_can_bear_are_refused() -> None:
 # --- What the pages say. ----------
 
 
+@pytest.mark.slow
 def test_stage_scripts_train_and_compare(zero_pools: Pools) -> None:
     printed, by_others = zero_pools(2).run(
         run_the_scripts, 10, world_size=2, timeout=90
@@ -574,7 +694,7 @@ def test_stage_scripts_train_and_compare(zero_pools: Pools) -> None:
     assert by_others == [""] * 4
     first, last = [], []
     for stage, text in enumerate(printed):
-        count = f"{PARAMETERS if stage == 0 else PARAMETERS // 2:,}"
+        count = f"{count_on_a_rank(stage, 2):,}"
         assert_is_a_lesson(text, stage, 2, count)
         losses = re.findall(r"^step +(\d+) \| mean loss .* ([\d.]+)$", text, re.M)
         assert [int(step) for step, _ in losses] == [1, 10]
@@ -582,12 +702,14 @@ def test_stage_scripts_train_and_compare(zero_pools: Pools) -> None:
         last.append(float(losses[1][1]))
     # In bf16 too the stages end where one process ends.
     assert len(first) == len(last) == 4
-    assert max(first) - min(first) < 2e-3 and 5.2 < min(first) < 5.6
-    assert max(last) - min(last) < 2e-3 and 2.9 < min(last) < 3.3
+    assert max(first) - min(first) < 2e-3 and 5.0 < min(first) < 5.4
+    assert max(last) - min(last) < 2e-3 and 3.2 < min(last) < 3.8
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
+)
 def test_all_stages_equal_one_process(
     world_size: int, precision: str, zero_pools: Pools
 ) -> None:
@@ -595,13 +717,10 @@ def test_all_stages_equal_one_process(
         all_stages, 4, precision, world_size=world_size, timeout=150
     )
     assert len(by_rank) == world_size
-    padded = -(-PARAMETERS // (2 * world_size)) * 2
     for results in by_rank:
         assert [stage for stage in results if len(stage[2]) != 4] == []
         for stage, (lines, counts, losses, held, found) in enumerate(results):
-            expected = PARAMETERS if stage == 0 else padded
-            if stage == 3:
-                expected = PARAMETERS // world_size  # each tensor divides evenly
+            expected = count_on_a_rank(stage, world_size)
             assert counts == [expected, expected]
             assert len(lines) == world_size + (2 if world_size == 1 else 1)
             apart = max(abs(a - b) for a, b in zip(losses, results[0][2], strict=True))
@@ -660,8 +779,8 @@ def test_step_of_zeros_has_one_config_that_avoids_it(zero_pools: Pools) -> None:
         (2, "fp32", "other clipping", r"losses [1-9]e-0[1-4] from one"),
         (1, "fp32", "sum", r"gradient norm 1e\+00, weights .e-0[5-9] "),
         (0, "bf16", "local loss", r"losses [1-9]e-02 from one"),
-        (0, "bf16", "step of zeros", r"losses [1-9]e-02 .*, weights [1-9]e-01 \("),
-        (2, "bf16", "lost states", r"optimizer state of 213,568 parameters"),
+        (0, "bf16", "step of zeros", r"losses [5-9]e-02 .*, weights [1-9]e-01 \("),
+        (2, "bf16", "lost states", r"optimizer state of 60,386 parameters"),
     ],
 )
 def test_the_check_finds(
@@ -707,8 +826,9 @@ def test_warm_up_begins_with_two_steps_at_no_learning_rate(zero_pools: Pools) ->
     assert len(rates) == 20
     assert rates[:2] == [0, 0]
     # Then it is logarithmic, in place of linear: half way after the next step.
-    assert rates[2] == pytest.approx(LR / 2) and max(rates) == rates[4] == LR
-    assert rates[5:] == sorted(rates[5:], reverse=True) and rates[-1] < LR / 100
+    assert rates[2] == pytest.approx(RECIPE_LR / 2)
+    assert max(rates) == rates[4] == RECIPE_LR
+    assert rates[5:] == sorted(rates[5:], reverse=True) and rates[-1] < RECIPE_LR / 100
 
 
 def test_deepspeed_clips_and_overlooks_unless_told(
@@ -721,7 +841,12 @@ def test_deepspeed_clips_and_overlooks_unless_told(
     # A misspelt key leaves the default in force, and nobody is told.
     assert found["stage"] == 0
     assert found["stage from file"] == 2
-    assert found["adam"] == "AdamW"
+    assert (found["adam"], found["adam, told"]) == ("AdamW", "Adam")
+    # Clipped to a norm of 1.0, and with 0 not clipped.
+    assert len(found["moved"]) == 8
+    for stage in range(4):
+        assert found["moved"][stage, None] == pytest.approx(1, rel=1e-4)
+        assert found["moved"][stage, 0] == pytest.approx(8, rel=1e-4)
     assert found["problem"] == (
         "unknown key 'zero_optimisation'; did you mean 'zero_optimization'?"
     )

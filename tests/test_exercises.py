@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -59,12 +60,17 @@ BROKEN_LOOP = ROOT / "02_ddp_mp" / "exercises" / "broken_loop.py"
 ACCUMULATION = load_exercise("03_ddp_torchrun/exercises", "check_accumulation")
 TRAINING = load_exercise("03_ddp_torchrun/exercises", "check_broken_training")
 SCRIPT = load_exercise("03_ddp_torchrun/exercises", "check_your_own_script")
+STOPPING = load_exercise("03_ddp_torchrun/exercises", "check_stop_and_resume")
 # What the reader edits, as it stands.
 UNTOUCHED = load_exercise("03_ddp_torchrun/exercises", "your_own_script")
 EPOCH = load_exercise("03_ddp_torchrun/exercises", "accumulation").train_epoch
 BROKEN = load_exercise("03_ddp_torchrun/exercises", "broken_training").train_and_save
-LOST = load_exercise("04_rpc_parameter_server", "exercise_lost_steps")
-WAITING = load_exercise("04_rpc_parameter_server", "exercise_waiting_server")
+STOPS_ALONE = load_exercise("03_ddp_torchrun/exercises", "stop_and_resume")
+LOST = load_exercise("04_rpc_parameter_server/exercises", "check_lost_steps")
+WAITING = load_exercise("04_rpc_parameter_server/exercises", "check_waiting_server")
+LOST_STUB = load_exercise("04_rpc_parameter_server/exercises", "lost_steps")
+WAITING_STUB = load_exercise("04_rpc_parameter_server/exercises", "waiting_server")
+BY_RPC = load_exercise("04_rpc_parameter_server/exercises", "rpc_between_ranks")
 ADAM = load_exercise("05_deepspeed_zero/exercises", "check_sharded_adam")
 ENGINE = load_exercise("05_deepspeed_zero/exercises", "check_broken_engine")
 
@@ -75,6 +81,7 @@ from answers.broken_training import train_and_save  # noqa: E402
 from answers.buckets import average_in_buckets  # noqa: E402
 from answers.lost_steps import add_to_rows, step_on_server  # noqa: E402
 from answers.sharded_adam import ShardedAdam  # noqa: E402
+from answers.stop_and_resume import train_until_told  # noqa: E402
 from answers.uneven_mean import mean_and_std  # noqa: E402
 from answers.waiting_server import push  # noqa: E402
 
@@ -557,6 +564,93 @@ def test_training(worker_pool: WorkerPool, tmp_path: Path) -> None:
     expect(by_rank, hints)
 
 
+# 03: a loop that stops on a signal and resumes.
+
+
+def try_stops(folder: str, answers: Answers) -> list[str]:
+    with mock.patch.object(STOPPING, "PATIENCE", timedelta(seconds=2)):
+        return ask(f"{folder}/", STOPPING.try_stopping, answers)
+
+
+def stop_with_flaw(
+    ddp_model: DistributedDataParallel,
+    batches: Any,
+    path: Path,
+    is_told: Callable[[], bool],
+    flaw: str,
+) -> None:
+    """Train, stop and resume as the answer does, but for one flaw."""
+    rank = dist.get_rank()
+    optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.1, momentum=0.9)
+    step, told = 0, torch.zeros(1)
+    if path.exists():
+        content = torch.load(path, weights_only=True)
+        ddp_model.module.load_state_dict(content["model"])
+        if flaw != "forgets the optimizer":
+            optimizer.load_state_dict(content["optimizer"])
+        if flaw != "forgets the step":
+            step = content["step"]
+    last = len(batches) - (flaw == "ends early")
+    while step < last:
+        inputs, labels = batches[step]
+        F.mse_loss(ddp_model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if flaw == "asks a step late":  # the answer of train.py, and right as well
+            dist.all_reduce(told, op=dist.ReduceOp.MAX)
+            is_stop = told.item() > 0
+            told = torch.tensor([float(is_told())])
+        elif flaw == "listens to rank 1":
+            told = torch.tensor([float(is_told())])
+            dist.broadcast(told, src=1)
+            is_stop = told.item() > 0
+        else:
+            told = torch.tensor([float(is_told())])
+            op = dist.ReduceOp.MIN if flaw == "waits for all" else dist.ReduceOp.MAX
+            dist.all_reduce(told, op=op)
+            is_stop = told.item() > 0
+        if flaw == "never stops":
+            continue
+        if is_stop:
+            states = ddp_model.module.state_dict(), optimizer.state_dict()
+            content = {"model": states[0], "optimizer": states[1], "step": step}
+            if (rank == 0 or flaw == "all save") and flaw != "nobody saves":
+                torch.save(content, path)
+            return
+
+
+def test_stop_and_resume(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    other = "its weights are not those of an uninterrupted run"
+    again = "resumed after step 3: this rank took 8 steps, where 5 are due"
+    left = "this rank left after step 3, and another waited for it"
+    waited = "rank 0 left after step 3, and this rank waited for it in step 4"
+    hints: Hints = [
+        (train_until_told, [""] * 2),
+        (STOPS_ALONE.train_until_told, [left, waited]),
+    ]
+    hints += [
+        (functools.partial(stop_with_flaw, flaw=flaw), expected)
+        for flaw, expected in {
+            "": [""] * 2,
+            "asks a step late": [""] * 2,
+            "waits for all": [""] * 2,  # the other is told in time
+            "listens to rank 1": [""] * 2,
+            "forgets the optimizer": [other] * 2,
+            "forgets the step": [again] * 2,
+            "ends early": ["without a signal: this rank took 7 steps"] * 2,
+            "never stops": ["it left after step 8; rank 0 was told to"] * 2,
+            "all save": ["", "this rank writes the file too"],
+            "nobody saves": ["nobody has saved anything"] * 2,
+        }.items()
+    ]
+    answers = [answer for answer, _ in hints]
+    by_rank = worker_pool.run(
+        try_stops, str(tmp_path), answers, world_size=2, timeout=120
+    )
+    expect(by_rank, hints)
+
+
 def try_scripts(folder: str, answers: Answers) -> list[str]:
     with mock.patch.object(SCRIPT, "PATIENCE", timedelta(seconds=4)):
         models = [(UNTOUCHED.Throw, answer) for answer in answers]
@@ -653,15 +747,15 @@ def test_your_own_script(worker_pool: WorkerPool, tmp_path: Path) -> None:
 
 def read_again_under_a_lock(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
     # A lock of the trainer's own process.
-    with LOST.table_lock:
-        rows = rpc.rpc_sync("server", LOST.read_rows, args=(numbers,))
+    with LOST.TABLE_LOCK:
+        rows = rpc.rpc_sync("server", LOST_STUB.read_rows, args=(numbers,))
         new = rows - LOST.LR * gradient
-        rpc.rpc_sync("server", LOST.write_rows, args=(numbers, new))
+        rpc.rpc_sync("server", LOST_STUB.write_rows, args=(numbers, new))
 
 
 def add_by_index(numbers: torch.Tensor, amount: torch.Tensor) -> None:
-    with LOST.table_lock:
-        LOST.table[numbers] += amount
+    with LOST.TABLE_LOCK:
+        LOST.TABLE[numbers] += amount
 
 
 def counts_twins_once(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -669,7 +763,7 @@ def counts_twins_once(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def add_without_lock(numbers: torch.Tensor, amount: torch.Tensor) -> None:
-    LOST.table.index_add_(0, numbers, amount)
+    LOST.TABLE.index_add_(0, numbers, amount)
 
 
 def locks_nothing(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -680,32 +774,27 @@ def goes_uphill(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
     rpc.rpc_sync("server", add_to_rows, args=(numbers, 2 * -LOST.LR * gradient))
 
 
-def start_table_again() -> None:
-    """Make the server's table as it was."""
-    LOST.table.zero_()
-    LOST.table_lock.times = 0
-
-
-def judge_by_rpc(folder: str, answers: Answers) -> list[str]:
-    """Let the checkers of chapter 04 judge answers, with calls between processes."""
-    rank, names = dist.get_rank(), LOST.NAMES
-    by_rpc = vars(sys.modules[LOST.__name__])["ask_every_process"].__globals__
-    by_rpc["open_loopback_rpc"](rank, names, folder)
-    store = dist.FileStore(f"{folder}/store", len(names))
+def try_by_rpc(folder: str, answers: Answers) -> list[str]:
+    """Let the checkers of chapter 04 try answers, with calls between processes."""
+    rank = dist.get_rank()
+    BY_RPC.open_rpc(LOST.NAMES[rank], rank, len(LOST.NAMES), f"file://{folder}/rpc")
     told = []
-    for number, answer in enumerate(answers):
-        if rank == 0:
-            start_table_again()
+    for answer in answers:
+        LOST.TABLE.zero_()
+        LOST.TABLE_LOCK.times = 0
         dist.barrier()
-        with mock.patch.object(LOST, "step_on_server", answer):
-            place = dist.PrefixStore(str(number), store)
-            told.append(LOST.judge_steps(names[rank], place))
+        told.append(LOST.try_steps(answer))
         dist.barrier()
-    with mock.patch.object(WAITING.Server, "push", push):
-        dist.barrier()
-        name = "trainers" if rank == 1 else "server"
-        told.append(WAITING.judge_server(name, store))
-        dist.barrier()
+    # The answer to the other exercise, with calls between processes too. It has two
+    # processes; the third only takes part in the barriers.
+    with mock.patch.object(WAITING_STUB.Server, "push", push):
+        if rank == 2:
+            dist.barrier()
+            dist.barrier()
+            told.append("")
+        else:
+            told.append(WAITING.try_by_rpc(WAITING_STUB.Server))
+    dist.barrier()
     rpc.shutdown()
     return told
 
@@ -727,7 +816,7 @@ def test_steps_by_rpc(worker_pool: WorkerPool, tmp_path: Path) -> None:
     ]
     answers = [answer for answer, _ in hints]
     by_rank = worker_pool.run(
-        judge_by_rpc, str(tmp_path), answers, world_size=3, timeout=120
+        try_by_rpc, str(tmp_path), answers, world_size=3, timeout=120
     )
     # The last is the answer to the other exercise, with calls between processes too.
     expect(by_rank, [*hints, (push, ["", "", ""])])
@@ -736,11 +825,11 @@ def test_steps_by_rpc(worker_pool: WorkerPool, tmp_path: Path) -> None:
 class Asked:
     """A call of `push` in a thread of its own, to be waited for as a call by RPC is."""
 
-    def __init__(self, server: Any, notes: list[bool], gradient: torch.Tensor) -> None:
+    def __init__(self, served: Any, gradient: torch.Tensor) -> None:
         """Start the call."""
         self.result: Any = None
         self.error: Exception | None = None
-        arguments = server, notes, gradient
+        arguments = served, gradient
         threading.Thread(target=self.call, args=arguments, daemon=True).start()
 
     def call(self, *arguments: Any) -> None:
@@ -812,12 +901,12 @@ def test_waiting_server(flaw: str, hint: str, monkeypatch: pytest.MonkeyPatch) -
     if flaw:
         monkeypatch.setattr(WAITING, "PATIENCE", 0.5)
     answer = functools.partialmethod(push_with_flaw, flaw=flaw) if flaw else push
-    monkeypatch.setattr(WAITING.Server, "push", answer)
-    server = WAITING.Server(WAITING.START.clone(), WAITING.TRAINERS, WAITING.LR)
-    notes: list[bool] = []
+    monkeypatch.setattr(WAITING_STUB.Server, "push", answer)
+    server = WAITING_STUB.Server(WAITING.START.clone(), WAITING.TRAINERS, WAITING.LR)
+    served = types.SimpleNamespace(server=server, notes=())
     told = WAITING.try_server(
-        lambda gradient: Asked(server, notes, gradient),
-        lambda: notes,
+        lambda gradient: Asked(served, gradient),
+        lambda: served.notes,
         lambda: server.lock.times,
     )
     assert told.startswith(hint) and bool(told) == bool(hint), told

@@ -198,6 +198,23 @@ def test_gpt_2_has_124_million_parameters() -> None:
     assert more == count + 50257 * 768
 
 
+def test_weights_begin_as_gpt_2_s_do() -> None:
+    # GPT-2: N(0, 0.02) at width 768, and what is added to the residual stream divided
+    # by the root of its 2 x 12 summands (Radford et al., 2019, section 2.3).
+    gpt = module("model")
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.GPTConfig(1024, 768, 12, 12, vocabulary=50257))
+    with mock.patch.object(torch.nn.init, "normal_") as draw:
+        model.init_weights()
+    names = [name for name, p in model.named_parameters() if p.ndim == 2]
+    drawn = [call.kwargs["std"] for call in draw.mock_calls]
+    assert len(names) == len(drawn) == 2 + 12 * 6
+    for name, std in zip(names, drawn, strict=True):
+        is_out = name.endswith(("attention_out.weight", "mlp_out.weight"))
+        assert std == pytest.approx(0.02 / 24**0.5 if is_out else 0.02, rel=0.01), name
+
+
 def test_generated_text_is_bytes_and_depends_on_its_seed_alone() -> None:
     model = tiny_model(vocabulary=300, dropout=0.5)
     texts = [model.generate(b"ab", 30, temperature=1.0, seed=n) for n in (0, 0, 1)]
@@ -233,7 +250,11 @@ def test_operations_are_those_of_the_formula_and_of_a_counter() -> None:
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
+        # Dense bfloat16 by NVIDIA's data sheets: 989.5 TFLOP/s on H100 SXM and H200,
+        # 312 on A100, 2,250 on B200. With sparsity they print twice as much.
+        ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H200", 989e12),
+        ("NVIDIA B200", 2250e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA GeForce RTX 4090", None),
     ],

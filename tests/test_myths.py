@@ -1,17 +1,33 @@
 """What MYTHS.md says and no chapter's own test shows."""
 
+import importlib.util
+import math
 import re
+import shutil
+import socket
+import subprocess
+import sys
+import warnings
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDescGenerator
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+from torch.distributed.run import get_args_parser
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from launch import ROOT, clean_environment, free_port, python
+from launch import ROOT, clean_environment, deepspeed, free_port, python, run
+from scripts import load_chapter
 from worker_pool import WorkerPool
 
-LAB = ROOT / "03_ddp_torchrun" / "lab.py"
+LAB = ROOT / "03_ddp_torchrun" / "cluster" / "lab.py"
 
 # --- 01: collectives. ----------
 
@@ -72,7 +88,267 @@ def test_all_reduce_of_a_contiguous_copy_leaves_the_tensor_alone(
     assert [found["copied back"] for found in by_rank] == [total] * 3
 
 
+class AnotherVendor(NamedTuple):
+    """How PyTorch calls a backend that no package has registered."""
+
+    error: str
+    warnings: list[str]
+
+
+def group_of_another_vendor(backend: str) -> AnotherVendor:
+    """Ask for a backend that comes with a package of its own."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            dist.new_group(backend=backend)
+        except AssertionError as error:
+            return AnotherVendor(str(error), [str(one.message) for one in caught])
+    return AnotherVendor("", [])
+
+
+def test_hccl_is_unknown_without_its_package(worker_pool: WorkerPool) -> None:
+    ((error, warned),) = worker_pool.run(group_of_another_vendor, "hccl", world_size=1)
+    assert error == "Unknown backend type hccl"
+    assert any("Device capability of hccl unknown" in text for text in warned)
+
+
+# --- 02 and 03: data. ----------
+
+VOCABULARY = 16
+
+
+class Drawn(Dataset):
+    """Eight tokens at each index, drawn anew whenever one asks, or once for all."""
+
+    def __init__(self, is_anew: bool, length: int) -> None:
+        """Draw all samples, for the case that they are to stay."""
+        self.is_anew = is_anew
+        self.samples = torch.randint(VOCABULARY, (length, 8))
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Return the tokens of one sample."""
+        if self.is_anew:
+            return torch.randint(VOCABULARY, (8,))
+        return self.samples[index]
+
+
+class DrawnByIndex(Drawn):
+    """Eight tokens that the index alone decides, whenever and wherever one asks."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Return the tokens of one sample."""
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(VOCABULARY, (8,), generator=generator)
+
+
+def seen_by_this_rank(dataset_class: Any, seed_by_rank: bool) -> list[Any]:
+    """Return the samples of this rank's shard, in two passes."""
+    torch.manual_seed(dist.get_rank() if seed_by_rank else 0)
+    dataset = dataset_class(True, length=8)
+    shard = list(DistributedSampler(dataset, shuffle=False))
+    return [[dataset[index].tolist() for index in shard] for _ in range(2)]
+
+
+def test_index_names_a_sample_only_if_it_seeds_the_draw(
+    worker_pool: WorkerPool,
+) -> None:
+    for dataset_class, seed_by_rank, is_kept, is_alike in (
+        (Drawn, True, False, False),
+        (Drawn, False, False, True),  # both ranks train on the same samples
+        (DrawnByIndex, True, True, False),
+    ):
+        zero, one = worker_pool.run(seen_by_this_rank, dataset_class, seed_by_rank)
+        assert len(zero[0]) == len(one[0]) == 4
+        assert [rank[0] == rank[1] for rank in (zero, one)] == [is_kept] * 2
+        assert (zero == one) is is_alike
+
+
+def losses_on(is_anew: bool) -> tuple[bool, list[float]]:
+    """Predict next tokens by a table under DDP, 40 epochs of four steps.
+
+    Returns:
+        Whether this rank's sample of one index is the same in two epochs, and the mean
+        loss over ranks in each step.
+    """
+    torch.manual_seed(dist.get_rank() if is_anew else 0)
+    dataset = Drawn(is_anew, length=64)
+    sampler = DistributedSampler(dataset, shuffle=False)
+    model = DistributedDataParallel(nn.Embedding(VOCABULARY, VOCABULARY))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    first, losses = [], []
+    for epoch in range(40):
+        sampler.set_epoch(epoch)
+        for step, tokens in enumerate(DataLoader(dataset, 8, sampler=sampler)):
+            if step == 0:
+                first.append(tokens[0])
+            logits = model(tokens[:, :-1]).flatten(0, 1)
+            loss = cross_entropy(logits, tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.all_reduce(mean := loss.detach(), op=dist.ReduceOp.AVG)
+            losses.append(mean.item())
+    return all(torch.equal(first[0], one) for one in first), losses
+
+
+def test_samples_drawn_anew_stay_above_the_loss_of_a_guess(
+    worker_pool: WorkerPool,
+) -> None:
+    guess = math.log(VOCABULARY)
+    anew = worker_pool.run(losses_on, True, timeout=60)
+    once = worker_pool.run(losses_on, False, timeout=60)
+    assert len(anew) == len(once) == 2
+    for is_same, losses in anew:
+        assert not is_same and len(losses) == 160
+        # It falls at first, to the guess from above, and then no further.
+        late = sum(losses[80:]) / 80
+        assert losses[0] - 0.2 > late > guess
+    for is_same, losses in once:
+        assert is_same and losses[-1] < guess - 0.2
+
+
+def sent_in_a_step(samples: int) -> tuple[int, float | None]:
+    """Return what DDP all-reduces, and TCP sends, for a step of all samples."""
+    sent_bytes = load_chapter("03_ddp_torchrun/rules")["sent_bytes"]
+    model = DistributedDataParallel(nn.Linear(100, 100))
+    buckets = sent_bytes.note_buckets(model)
+    shard = torch.ones(samples // dist.get_world_size(), 100)
+    model(shard).sum().backward()  # DDP settles its buckets
+    buckets.clear()
+    sent = sent_bytes.sent_by_a_rank(lambda: model(shard).sum().backward())
+    return sum(buckets), sent
+
+
+def test_a_step_sends_gradients_and_no_samples(worker_pool: WorkerPool) -> None:
+    few, many = (worker_pool.run(sent_in_a_step, n) for n in (8, 8_000))
+    gradients = 4 * (100 * 100 + 100)
+    # The samples of a rank have 1,600 bytes, then 1,600,000.
+    found = few + many
+    assert len(found) == 4 and {buckets for buckets, _ in found} == {gradients}
+    for _, sent in found:
+        # On two ranks each sends as much as it has; and messages have headers.
+        assert sent is None or gradients <= sent < 1.1 * gradients
+
+
+def test_port_0_is_chosen_by_the_system_and_told_to_nobody() -> None:
+    host: Any = {"is_master": True, "wait_for_workers": False}
+    store = dist.TCPStore("127.0.0.1", 0, **host)
+    assert store.port > 0
+    joined = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    joined.set("key", "value")
+    assert store.get("key") == b"value"
+    # What the other ranks of a job with MASTER_PORT=0 do.
+    limit = timedelta(seconds=1)
+    with pytest.raises(dist.DistError, match=r"127\.0\.0\.1, 0"):
+        dist.TCPStore("127.0.0.1", 0, is_master=False, timeout=limit)
+
+
+# --- 03: older texts. ----------
+
+
+def test_torchrun_knows_no_master_address(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = get_args_parser()
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(["--master_address=10.0.0.1", "train.py"])
+    assert end.value.code == 2
+    words = "error: unrecognized arguments: --master_address=10.0.0.1"
+    assert words in capsys.readouterr().err
+    # An underscore is as good as a hyphen.
+    for right in ("--master_addr=10.0.0.1", "--master-addr=10.0.0.1"):
+        assert parser.parse_args([right, "train.py"]).master_addr == "10.0.0.1"
+
+
+MEET = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+
+limit = timedelta(seconds=1)
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+for name in ("both", "ipv6"):
+    print(name, file=sys.stderr, flush=True)
+    try:
+        dist.TCPStore(name, store.port, is_master=False, timeout=limit)
+        print("joined", file=sys.stderr, flush=True)
+    except dist.DistError as error:
+        print(error, file=sys.stderr, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_name_that_leads_to_ipv6_where_there_is_none(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost both\nfd99::5 both\nfd99::5 ipv6\n")
+    mount = f"mount --bind '{hosts}' /etc/hosts && ip link set lo up"
+    # The right to do so is asked for in the same way as on the page.
+    if (
+        shutil.which("unshare") is None
+        or run(["unshare", "-rmn", "sh", "-c", mount]).returncode
+    ):
+        pytest.skip("no laboratory here: a file cannot be mounted")
+    script = tmp_path / "meet.py"
+    script.write_text(MEET)
+    command = f"{mount} && exec '{sys.executable}' '{script}'"
+    result = run(["unshare", "-rmn", "sh", "-c", command], timeout=60)
+    assert result.returncode == 0, result.output
+    both, ipv6 = result.stderr.partition("both\n")[2].split("\nipv6\n")
+    # One of its two addresses answers: there is not a word about the other.
+    assert "joined" in both and "failed to connect" not in both
+    words = "[c10d] The client socket has failed to connect to"
+    (first, *_) = [line for line in ipv6.splitlines() if words in line]
+    assert first.endswith("(errno: 101 - Network is unreachable).")
+    # torch 2.13.0 prints some other address in place of the right one.
+    assert "fd99" not in first
+    assert "The client socket has timed out after 1000ms" in ipv6
+
+
+def test_torchelastic_is_in_pytorch_and_reads_no_home() -> None:
+    assert importlib.util.find_spec("torchelastic") is None
+    folder = Path(dist.__file__).parent
+    sources = [path.read_text() for path in folder.rglob("*.py")]
+    assert len(sources) > 100
+    assert any('"TORCHELASTIC_RUN_ID"' in source for source in sources)
+    assert not any("TORCHELASTIC_HOME" in source for source in sources)
+
+
 # --- 03: several machines. ----------
+
+
+@pytest.mark.parametrize(
+    ("named", "endpoint", "is_known"),
+    [
+        ("10.0.0.1", "10.0.0.1", True),
+        ("127.0.1.1", "10.0.0.1", False),  # as Debian sets /etc/hosts up
+        ("192.168.0.1", "10.0.0.1", False),  # the other of two interfaces
+        ("192.168.0.1", "here", True),  # the host's own name, wherever it leads
+        ("192.168.0.1", "localhost", True),
+    ],
+)
+def test_a_host_does_not_know_an_address_that_its_name_does_not_lead_to(
+    monkeypatch: pytest.MonkeyPatch, named: str, endpoint: str, is_known: bool
+) -> None:
+    def look_up(name: str, *_: Any, **__: Any) -> list[Any]:
+        return [(0, 0, 0, "", (named if name == "here" else name, 0))]
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert _matches_machine_hostname(endpoint) is is_known
+
+
+def test_c10d_sorts_names_and_addresses_as_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = _NodeDescGenerator()
+    given = [generator.generate(f"10.0.0.{number}") for number in (9, 10)]
+    assert [node.addr for node in sorted(given)] == ["10.0.0.10", "10.0.0.9"]
+    # Without --local-addr it is the full name.
+    monkeypatch.setattr(socket, "getfqdn", lambda: "host0.example.org")
+    assert generator.generate().addr == "host0.example.org"
+
 
 TWO_AGENTS = """
 import socket, subprocess, sys, time
@@ -175,65 +451,143 @@ def test_master_addr_is_that_of_host_0_on_every_host(
     assert ("rank 0 of 2" in result.output) is (status == 0)
 
 
-# --- 04: steps on a server. ----------
+# --- 04: RPC. ----------
 
-TWO_TRAINERS = """
-import sys, threading
+BOTH = """
+import os, sys
 import torch
-import torch.distributed.autograd as dist_autograd
+import torch.distributed as dist
 import torch.distributed.rpc as rpc
-from torch.distributed.optim import DistributedOptimizer
 
-class Unknown(torch.optim.SGD):
-    '''SGD under a name for which DistributedOptimizer has no compiled copy.'''
-
-def train(optimizer_class, table, ready):
-    optimizer = DistributedOptimizer(optimizer_class, [table], lr=1.0)
-    ready.wait()
-    for _ in range(STEPS):
-        with dist_autograd.context() as context:
-            # Each step adds 1 to every entry, so that the sum of all is known.
-            dist_autograd.backward(context, [-table.to_here().sum()])
-            optimizer.step(context)
-
-STEPS, ROUNDS = 50, {torch.optim.SGD: 100, Unknown: 5}
-options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{sys.argv[1]}")
-rpc.init_rpc("server", rank=0, world_size=1, rpc_backend_options=options)
-for optimizer_class, rounds in ROUNDS.items():
-    lost = 0
-    for tried in range(1, rounds + 1):
-        table = torch.nn.Parameter(torch.zeros(1_000_000))
-        common = (optimizer_class, rpc.RRef(table), threading.Barrier(2))
-        trainers = [threading.Thread(target=train, args=common) for _ in range(2)]
-        for trainer in trainers:
-            trainer.start()
-        for trainer in trainers:
-            trainer.join()
-        assert 1 <= table.min() and table.max() <= 2 * STEPS
-        lost += int((table < 2 * STEPS).sum())
-        if lost:
-            break
-    print(optimizer_class.__name__, tried, lost, flush=True)
+rank_of_rpc, ranks_of_rpc, rank, ranks = map(int, sys.argv[1:5])
+address = f"tcp://127.0.0.1:{sys.argv[5]}"
+os.environ |= {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+options = rpc.TensorPipeRpcBackendOptions(init_method=address)
+rpc.init_rpc(
+    f"rank{rank_of_rpc}",
+    rank=rank_of_rpc,
+    world_size=ranks_of_rpc,
+    rpc_backend_options=options,
+)
+if rank >= 0:
+    try:
+        dist.init_process_group("gloo", address, rank=rank, world_size=ranks)
+    except dist.DistError as error:
+        print(str(error), flush=True)
+        os._exit(1)
+    dist.all_reduce(total := torch.ones(1))
+    peer = f"rank{1 - rank_of_rpc}"
+    answer = rpc.rpc_sync(peer, torch.add, (total, total)).item()
+    os.write(1, f"answer {answer}\\n".encode())
 rpc.shutdown()
 """
 
 
 @pytest.mark.slow
-def test_steps_of_two_trainers_undo_each_other_without_a_lock(tmp_path: Path) -> None:
-    path = tmp_path / "rendezvous"
-    result = python("-W", "ignore", "-c", TWO_TRAINERS, path, timeout=120)
-    # No call has failed: nothing but the table itself tells of the loss.
-    assert result.returncode == 0, result.output
-    lines = [line.split() for line in result.stdout.splitlines()]
-    assert [words[0] for words in lines] == ["SGD", "Unknown"]
-    # The compiled SGD takes no lock. When it loses something is a matter of luck: here
-    # it is nearly always the first of a hundred rounds.
-    assert int(lines[0][2]) > 0
-    # A class that is not compiled takes one.
-    assert lines[1][1:] == ["5", "0"]
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_rpc_and_the_group_share_a_port_if_they_share_rank_zero(
+    is_shared: bool,
+) -> None:
+    # Rank of RPC and of the group: the same two ranks, or the second one alone.
+    ranks = [(0, 2, 0, 2), (1, 2, 1, 2)] if is_shared else [(0, 2, -1, 1), (1, 2, 0, 1)]
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BOTH, *map(str, (*one, port))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=clean_environment(),
+            text=True,
+        )
+        for one in ranks
+    ]
+    try:
+        if is_shared:
+            printed = [process.communicate(timeout=60) for process in processes]
+            assert [out for out, _ in printed] == ["answer 4.0\n"] * 2, printed
+            assert [process.returncode for process in processes] == [0, 0]
+        else:
+            out, error = processes[1].communicate(timeout=60)
+            assert "EADDRINUSE" in out and processes[1].returncode == 1, error
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+# --- 04: what a table elsewhere saves. ----------
+
+
+def test_a_token_uses_every_weight_outside_the_table_of_tokens() -> None:
+    chapter: Any = load_chapter("03_ddp_torchrun")["model"]
+    torch.manual_seed(0)
+    model = chapter.GPT(chapter.GPTConfig(tied=False))
+    inputs = torch.full((1, 128), 101)  # one token, wherever it may stand
+    model(inputs, inputs).backward()
+    used = {name: (p.grad != 0).double().mean() for name, p in model.named_parameters()}
+    assert used.pop("token_embedding.weight") == 1 / 256  # one row
+    assert len(used) == 24 and min(used.values()) > 0.99
 
 
 # --- 05: ZeRO. ----------
+
+INITIALIZE = """
+import torch
+import torch.distributed as dist
+import deepspeed, deepspeed.ops
+
+deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}  # compile nothing
+print("before:", dist.is_initialized())
+model = torch.nn.Linear(2, 1)
+adam = {"type": "Adam", "params": {"torch_adam": True}}
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": adam}
+deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=config
+)
+print("after:", dist.is_initialized(), dist.get_backend(), dist.get_world_size())
+"""
+
+
+@pytest.mark.slow
+def test_initialize_makes_the_process_group(tmp_path: Path) -> None:
+    script = tmp_path / "initialize.py"
+    script.write_text(INITIALIZE)
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = clean_environment(**ranks, DS_ACCELERATOR="cpu")
+    result = python(script, env=environment, timeout=120)
+    assert result.returncode == 0, result.output
+    assert "before: False\n" in result.stdout
+    assert "after: True gloo 1\n" in result.stdout
+
+
+TELL = """
+import os
+
+told = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")]
+os.write(1, f"rank {' '.join(told)}\\n".encode())
+"""
+
+
+@pytest.mark.slow
+def test_deepspeed_ignores_visible_devices_beside_a_number(tmp_path: Path) -> None:
+    script = tmp_path / "tell.py"
+    script.write_text(TELL)
+    environment = clean_environment(CUDA_VISIBLE_DEVICES="2,3", DS_ACCELERATOR="cpu")
+    result = deepspeed(script, env=environment, timeout=120)
+    assert result.returncode == 0, result.output
+    assert "Detected VISIBLE_DEVICES=2,3 but ignoring it" in result.output
+    ranks = [line for line in result.stdout.splitlines() if line.startswith("rank")]
+    assert sorted(ranks) == ["rank 0 2 0,1", "rank 1 2 0,1"]
+    # Alone the variable says which devices, and here there is but one slot, 0.
+    runner = ["-m", "deepspeed.launcher.runner", f"--master_port={free_port()}"]
+    alone = run([sys.executable, *runner, script], env=environment, timeout=120)
+    assert alone.returncode == 1
+    assert (
+        "Detected VISIBLE_DEVICES=2,3: setting --include=localhost:2,3" in alone.output
+    )
+    assert "ValueError: No slot '2' specified on host 'localhost'" in alone.output
+
 
 FOUR_STAGES = """
 import deepspeed, deepspeed.ops

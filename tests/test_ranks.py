@@ -162,6 +162,31 @@ def test_join_says_what_to_type() -> None:
     assert at_most == f"not with 2 rank(s); {START.format(2)}"
 
 
+def test_ranks_wait_five_minutes_for_each_other() -> None:
+    asked: dict[str, Any] = {}
+
+    def rendezvous(where: str, timeout: Any) -> Any:
+        asked["store"] = timeout
+        yield dist.HashStore(), 0, 1
+
+    def init_process_group(backend: str, timeout: Any, **_: Any) -> None:
+        asked["group"] = timeout
+        raise InterruptedError
+
+    one = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], "1")
+    with (
+        mock.patch.object(sys, "argv", ["lesson.py"]),
+        mock.patch.dict(os.environ, {**one, "RANK": "0", "LOCAL_RANK": "0"}),
+        mock.patch.object(RANKS, "tie_to_launcher"),
+        mock.patch.object(dist, "rendezvous", rendezvous),
+        mock.patch.object(dist, "init_process_group", init_process_group),
+        pytest.raises(InterruptedError),
+    ):
+        RANKS.join(only_cpu=True)
+    # As three pages say; gloo by itself would wait for half an hour.
+    assert [limit.total_seconds() for limit in asked.values()] == [300, 300]
+
+
 def test_lesson_without_options_refuses_all() -> None:
     with mock.patch.object(RANKS, "has_options", False):
         assert refusal("--x", call=RANKS.join, **TWO) == "unrecognized arguments: --x"
@@ -299,6 +324,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "said"),
     [

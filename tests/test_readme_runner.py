@@ -372,7 +372,7 @@ def test_wrong_diff_fails(tmp_path: Path, comment: str, problem: str) -> None:
 
 SOURCE = '''"""Show one thing."""
 
-import torch  # not shown
+import torch  # by its own name only
 
 # Ranks that wait.
 LIMIT = 2  # how many
@@ -521,6 +521,11 @@ MODEL_BARE = f"""\
             'if __name__ == "__main__":\n    # Two ranks.\n    start(2)\n',
         ),
         (
+            "__imports__ LIMIT",
+            "import torch  # by its own name only\n\n"
+            "# Ranks that wait.\nLIMIT = 2  # how many\n",
+        ),
+        (
             "Model.loss Model.forward without docstrings",
             f"{MODEL_HEAD}{LOSS}\n    def forward(self, x):\n        ...\n",
         ),
@@ -614,10 +619,10 @@ def small_repository(tmp_path: Path) -> Path:
     return root
 
 
-def pytest_session(root: Path) -> tuple[int, str]:
+def pytest_session(root: Path, *options: str) -> tuple[int, str]:
     """Run a repository's whole suite."""
     result = run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
         cwd=root,
         env=clean_environment(TMPDIR=str(root.parent)),
         timeout=60,
@@ -643,6 +648,22 @@ def test_pytest_collects_the_readmes(small_repository: Path) -> None:
     assert [path.name for path in small_repository.parent.iterdir()] == [
         small_repository.name
     ]
+
+
+def test_blocks_marked_as_slow_are_left_out_where_slow_tests_are(
+    small_repository: Path,
+) -> None:
+    quick, slow = console("$ echo one\none\n"), console("$ echo two\ntwice\n")
+    page = small_repository / "README.md"
+    marked = slow.replace("```console", "<!-- slow -->\n```console")
+    assert marked != slow
+    page.write_text(f"{quick}\n{marked}\n{quick}")
+    status, output = pytest_session(small_repository, "-m", "not slow")
+    assert "3 passed, 1 deselected" in output
+    assert status == pytest.ExitCode.OK
+    status, output = pytest_session(small_repository)
+    assert "1 failed, 3 passed" in output and "-twice\n+two" in output
+    assert status == pytest.ExitCode.TESTS_FAILED
 
 
 def test_command_line_reports_and_updates(small_repository: Path) -> None:

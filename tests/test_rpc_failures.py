@@ -125,8 +125,8 @@ def test_a_killed_role_is_named_once_and_nobody_is_left(
 def check_saved_table(path: Path, rows: int = 2**15) -> None:
     """Assert that a table was saved whole, by a server whose trainers had stepped."""
     modules = load_chapter(CHAPTER)
-    saved = modules["table"].load_table(path)
-    start = modules["model"].Table(rows, 32, 0).weight.detach()
+    saved = modules["table_file"].load_table(path)
+    start = modules["classifier"].Table(rows, 32, 0).weight.detach()
     assert saved.shape == start.shape
     assert 1000 < int((saved != start).any(dim=1).sum()) < 10_000
     assert bool(torch.isfinite(saved).all())
@@ -137,7 +137,13 @@ def test_roles_end_when_their_launcher_is_killed(run: Run, tmp_path: Path) -> No
     path = tmp_path / "table.pt"
     process = run.start("--epochs=1000", f"--table={path}")
     read_until(process, "epoch 0")
-    assert len(roles_of(run, process.pid)) == 4
+    roles = roles_of(run, process.pid)
+    assert len(roles) == 4
+    # Its store, RPC and gloo: none of them can be reached from another machine.
+    for one in (psutil.Process(process.pid), *roles.values()):
+        connections = one.net_connections(kind="inet")
+        at = [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN]
+        assert at and set(at) == {"127.0.0.1"}, one
     process.kill()
     assert run.wait_until_empty(PATIENCE) == []
     check_saved_table(path)
@@ -145,7 +151,8 @@ def test_roles_end_when_their_launcher_is_killed(run: Run, tmp_path: Path) -> No
 
 # With three processes there is the fork server, which imports torch; with more
 # it has begun to start the roles.
-@pytest.mark.parametrize("processes", [3, 5])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [pytest.param(3, marks=pytest.mark.slow), 5])
 def test_ctrl_c_while_they_start_leaves_nobody(run: Run, processes: int) -> None:
     process = run.start("--epochs=1000")
     while len(run.alive()) < processes:
@@ -158,6 +165,7 @@ def test_ctrl_c_while_they_start_leaves_nobody(run: Run, processes: int) -> None
     assert run.wait_until_empty(3) == []
 
 
+@pytest.mark.slow
 def test_a_signal_saves_the_table_whole(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "table.pt"
     process = run.start("--epochs=1000", f"--table={path}")
@@ -180,7 +188,8 @@ def test_in_separate_terminals_everyone_names_the_one_who_died(
     path = tmp_path / "table.pt"
     # How many rows the table has is decided at the master, and the file agrees with it.
     modules = load_chapter(CHAPTER)
-    modules["table"].save_table(path, modules["model"].Table(2**16, 32, 0).weight)
+    weights = modules["classifier"].Table(2**16, 32, 0).weight.detach()
+    modules["table_file"].save_table(path, weights)
     before = path.read_bytes()
     roles = {
         "master": run.start("--role=master", "--epochs=1000", "--rows=65536", *words),
@@ -210,6 +219,7 @@ def test_in_separate_terminals_everyone_names_the_one_who_died(
         check_saved_table(path, rows=2**16)
 
 
+@pytest.mark.slow
 def test_who_does_not_come_is_named_by_those_who_did(run: Run) -> None:
     words = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     master = run.start("--role=master", "--patience=6", *words)
@@ -223,6 +233,7 @@ def test_who_does_not_come_is_named_by_those_who_did(run: Run) -> None:
     assert run.wait_until_empty(3) == []
 
 
+@pytest.mark.slow
 def test_a_port_in_use_and_an_absent_master_are_one_line_each(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

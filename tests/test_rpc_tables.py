@@ -1,6 +1,8 @@
 """The table on several servers, what a lookup costs, and the table with no server."""
 
-import argparse
+import contextlib
+import importlib
+import io
 import json
 import os
 import signal
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -24,12 +27,18 @@ from scripts import load_chapter
 from worker_pool import WorkerPool
 
 CHAPTER = "04_rpc_parameter_server"
-MODULES = load_chapter(CHAPTER)
-SEVERAL, SHARDED = MODULES["several_servers"], MODULES["sharded_tables"]
-SPLIT, ALONE = MODULES["split_table"], MODULES["one_process"]
-ASYNCHRONOUS = MODULES["asynchronous"]
-WIRE, LOOKUPS, COST = MODULES["wire"], MODULES["lookups"], MODULES["lookup_cost"]
-TABLE = MODULES["model"].Table
+CLASSIFIER = load_chapter(CHAPTER)["classifier"]
+BAGS, SHARDED = (load_chapter(CHAPTER)[name] for name in ("bags", "sharded_tables"))
+ROOM = load_chapter(f"{CHAPTER}/lookup_cost")
+WIRE, LOOKUPS, COST = ROOM["wire"], ROOM["lookups"], ROOM["measured_costs"]
+SPLIT = load_chapter(f"{CHAPTER}/sharding")["split_table"]
+# What RPC sends it sends by the names of these.
+BY_NAME = {"split_table": SPLIT, "row_server": ROOM["row_server"]}
+BY_NAME |= {"classifier": ROOM["classifier"]}
+# Each room has loaded its own; by name there is one.
+vars(SPLIT)["EagerSGD"] = ROOM["classifier"].EagerSGD
+TABLE = CLASSIFIER.Table
+ROWS, STEPS = 3001, 12
 
 
 # What runs on the ranks.
@@ -47,7 +56,7 @@ def open_rpc(folder: str) -> Iterator[str]:
     rank = dist.get_rank()
     os.environ["TP_SOCKET_IFNAME"] = "lo"
     kept = dict(sys.modules)
-    sys.modules.update(MODULES)
+    sys.modules.update(BY_NAME)
     # TCP, so that there is something to count.
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"file://{folder}/rpc",
@@ -62,34 +71,48 @@ def open_rpc(folder: str) -> Iterator[str]:
         yield NAMES[rank]
         rpc.shutdown()
     finally:
-        for name in MODULES:
+        for name in BY_NAME:
             sys.modules.pop(name, None)
         sys.modules.update(kept)
 
 
-def arguments(**changed: Any) -> argparse.Namespace:
-    """Return the arguments of a short run."""
-    given = {"trainers": 2, "nprocs": 2, "parameter_servers": 2, "steps": 12}
-    given |= {"batch_size": 16, "rows": 3001, "lr": 0.1} | changed
-    return argparse.Namespace(**given)
+def batches_of_both(steps: int = STEPS, trainers: int = 2) -> list[list[Any]]:
+    """Return the batches of each trainer."""
+    samples = CLASSIFIER.load_samples(ROWS)[0]
+    each = [samples.batches(16, i, trainers) for i in range(trainers)]
+    return [list(islice(batches, steps)) for batches in each]
 
 
-def train_with_servers(args: argparse.Namespace) -> tuple[Any, ...]:
+def train_with_servers() -> tuple[Any, ...]:
     """Train with synchronous updates; return the parts and every dense part."""
-    tables = [[SEVERAL.place_part(i, args, 2)[0] for i in range(2)]]
+    shards = [
+        SPLIT.RemoteModule(f"server{i}", SPLIT.TableShard, (ROWS, i, 2))
+        for i in range(2)
+    ]
+    mine, others = batches_of_both()
     other = rpc.rpc_async(
-        "trainer1", SEVERAL.train_in_turn, (tables, 1, args), timeout=0
+        "trainer1", SPLIT.train_in_turn, ([shards], others), timeout=0
     )
-    results = [SEVERAL.train_in_turn(tables, 0, args), other.wait()]
-    parts = [part.remote_parameters()[0].to_here().detach() for part in tables[0]]
-    return parts, [dense for [(_, dense)] in results]
+    results = [SPLIT.train_in_turn([shards], mine)[0], other.wait()[0]]
+    parts = [shard.remote_parameters()[0].to_here().detach() for shard in shards]
+    return parts, [dense for dense, _ in results]
 
 
-def train_without_servers(args: argparse.Namespace) -> tuple[Any, ...]:
-    """Train with the table sharded; return the distance, the rows, the dense part."""
-    distance, model = SHARDED.train_sharded(args)
+def train_without_servers(steps: int) -> tuple[Any, ...]:
+    """Train with the table sharded; return the rows here, and the dense part."""
+    batches = batches_of_both(steps, dist.get_world_size())
+    model, _ = SHARDED.train_sharded(batches[dist.get_rank()], ROWS)
     dense = torch.nn.utils.parameters_to_vector(model.dense.parameters())
-    return distance, model.table.own.weight.detach(), dense.detach()
+    return model.table.own.weight.detach(), dense.detach()
+
+
+def train_alone(steps: int = STEPS, trainers: int = 2) -> tuple[Any, ...]:
+    """Do the same in this process; return the whole table, and the dense part."""
+    model = CLASSIFIER.HybridModel(TABLE(ROWS, 32, 0), CLASSIFIER.dense_part())
+    rounds = zip(*batches_of_both(steps, trainers), strict=True)
+    CLASSIFIER.train_in_one_process(model, rounds, 0.1, 0.1)
+    dense = torch.nn.utils.parameters_to_vector(model.dense.parameters())
+    return model.table.weight.detach(), dense.detach()
 
 
 class WaitsForTheOther(torch.nn.Module):
@@ -138,12 +161,12 @@ def use_every_way(batches: Any) -> dict[str, tuple[Any, ...]]:
             counted,
             on_wire,
             line.waited,
-            ALONE.flat(line.weight(), line.dense),
+            ROOM["one_process"].flat(line.weight(), line.dense),
         )
     return answers
 
 
-def rpc_session(folder: str, args: argparse.Namespace, batches: Any) -> dict[str, Any]:
+def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
     """Do all that needs RPC: the second time in a process, its RRefs do not work."""
     with open_rpc(folder) as name:
         dist.destroy_process_group()  # the pool's, which servers are in as well
@@ -156,7 +179,7 @@ def rpc_session(folder: str, args: argparse.Namespace, batches: Any) -> dict[str
         return {
             "asked": ask_two_that_wait_for_each_other(folder),
             "ways": use_every_way(batches),
-            "table": train_with_servers(args),
+            "table": train_with_servers(),
         }
 
 
@@ -173,7 +196,7 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.fixture(scope="module")
 def batches() -> list[Any]:
     """Return five batches of 16 bags."""
-    return list(islice(COST.load_samples()[0].batches(0, 16), 5))
+    return list(islice(CLASSIFIER.load_samples()[0].batches(16), 5))
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +205,7 @@ def session(
 ) -> dict[str, Any]:
     """Return what trainer 0 found."""
     folder = str(tmp_path_factory.mktemp("rpc"))
-    ranks = pool.run(
-        rpc_session, folder, arguments(), batches, world_size=4, timeout=120
-    )
+    ranks = pool.run(rpc_session, folder, batches, world_size=4, timeout=120)
     assert ranks[1:] == [{}] * 3
     return ranks[0]
 
@@ -204,11 +225,11 @@ def test_the_parts_of_a_bag_add_up_to_its_sum(owners: int) -> None:
     rows = 2 * SPLIT.BLOCK + 77  # two whole blocks and a piece
     whole = TABLE(rows, 32, 0).weight.detach()
     indices, offsets = random_bags(rows)
-    shares = SPLIT.split_bags(indices, offsets, owners)
+    shares = BAGS.shard_bags(indices, offsets, owners)
     assert len(shares) == owners
     total, seen = torch.zeros(4, 32), 0
     for owner, (numbers, counts) in enumerate(shares):
-        part = SPLIT.TablePart(rows, 32, 0, owner, owners)
+        part = SPLIT.TableShard(rows, owner, owners)
         assert torch.equal(part.weight, whole[owner::owners])
         total += part(numbers, counts.cumsum(0) - counts).detach()
         seen += len(numbers)
@@ -224,40 +245,34 @@ def test_all_servers_are_asked_before_one_has_answered(session: dict[str, Any]) 
 def test_servers_and_shards_end_with_the_table_of_one_process(
     session: dict[str, Any], pool: WorkerPool
 ) -> None:
-    args = arguments()
-    model = ALONE.train_in_one_process(
-        map(ALONE.join_batches, zip(*SEVERAL.deal_batches(args), strict=True)),
-        args.rows,
-        args.lr,
-    )
-    table = model.table.weight.detach()
-    dense = torch.nn.utils.parameters_to_vector(model.dense.parameters()).detach()
-    start = TABLE(args.rows, 32, 0).weight
+    table, dense = train_alone()
+    start = TABLE(ROWS, 32, 0).weight
     assert (table - start).abs().max() > 1e-3  # or all would be equal for nothing
     limit = {"rtol": 0, "atol": 1e-5}
     parts, of_trainers = session["table"]
     assert len(parts) == len(of_trainers) == 2
     assert torch.equal(of_trainers[0], of_trainers[1])
     torch.testing.assert_close(of_trainers[0], dense, **limit)
-    shards = pool.run(train_without_servers, args)
+    shards = pool.run(train_without_servers, STEPS)
     assert len(shards) == 2
-    for rank, (distance, own, of_rank) in enumerate(shards):
+    for rank, (own, of_rank) in enumerate(shards):
         torch.testing.assert_close(own, table[rank::2], **limit)
         torch.testing.assert_close(parts[rank], table[rank::2], **limit)
         torch.testing.assert_close(own, parts[rank], **limit)
         torch.testing.assert_close(of_rank, dense, **limit)
-        assert 0 < distance < 1e-5
 
 
 @pytest.mark.parametrize("nprocs", [1, 3, 4])
 def test_shards_are_right_on_other_numbers_of_ranks(
     pool: WorkerPool, nprocs: int
 ) -> None:
-    args = arguments(nprocs=nprocs, steps=4)
-    ranks = pool.run(train_without_servers, args, world_size=nprocs, timeout=60)
+    ranks = pool.run(train_without_servers, 4, world_size=nprocs, timeout=60)
     assert len(ranks) == nprocs
-    for rank, (distance, own, _) in enumerate(ranks):
-        assert distance < 1e-5 and len(own) == len(range(rank, 3001, nprocs))
+    table, dense = train_alone(4, nprocs)
+    for rank, (own, of_rank) in enumerate(ranks):
+        assert len(own) == len(range(rank, ROWS, nprocs))
+        torch.testing.assert_close(own, table[rank::nprocs], rtol=0, atol=1e-5)
+        torch.testing.assert_close(of_rank, dense, rtol=0, atol=1e-5)
 
 
 # What a lookup costs.
@@ -266,8 +281,8 @@ def test_shards_are_right_on_other_numbers_of_ranks(
 def test_every_way_moves_the_bytes_of_its_formula_and_trains_alike(
     session: dict[str, Any], batches: list[Any]
 ) -> None:
-    answers, rows, width = session["ways"], COST.ROWS, 32
-    assert len(answers) == len(COST.WAYS) == 6
+    answers, rows, width = session["ways"], CLASSIFIER.ROWS, 32
+    assert len(answers) == len(LOOKUPS.WAYS) == 6
     words = sum(len(indices) for indices, _, _ in batches[1:])
     different = sum(len(indices.unique()) for indices, _, _ in batches[1:])
     # Numbers of 8 bytes: words, and where each bag begins. Sums out, gradients back.
@@ -278,8 +293,8 @@ def test_every_way_moves_the_bytes_of_its_formula_and_trains_alike(
         **dict.fromkeys(("sums", "autograd", "one call", "ahead"), by_sums),
     }
     rounds = [batches[:1], batches[1:]]
-    on_time, _ = ALONE.train_in_rounds(rounds, LOOKUPS.LR, late=False)
-    late, _ = ALONE.train_in_rounds(rounds, LOOKUPS.LR, late=True)
+    on_time, _ = ROOM["one_process"].train_in_rounds(rounds, LOOKUPS.LR, late=False)
+    late, _ = ROOM["one_process"].train_in_rounds(rounds, LOOKUPS.LR, late=True)
     assert (on_time - late).abs().max() > 1e-4  # the old numbers do matter
     assert len(formulas) == 6
     for way, formula in formulas.items():
@@ -305,6 +320,8 @@ def test_the_wire_count_sees_every_byte_and_no_other_socket() -> None:
         assert len(other.recv(1000, WIRE.socket.MSG_WAITALL)) == 1000
         # Sent by this process, and received by it.
         assert WIRE.wire_bytes() - before == 2000
+        # At each end by itself; what is acknowledged is no byte received.
+        assert [WIRE.tcp_bytes(end.fileno()) for end in (one, other)] == [1000, 1000]
         left, right = WIRE.socket.socketpair()
         with left, right:
             left.sendall(bytes(500))
@@ -313,7 +330,7 @@ def test_the_wire_count_sees_every_byte_and_no_other_socket() -> None:
 
 
 def test_one_call_updates_before_it_looks_up() -> None:
-    server = MODULES["row_server"].RowServer(8, 4, lr=1.0, latency=0.0)
+    server = ROOM["row_server"].RowServer(8, 4, lr=1.0, latency=0.0)
     bags = torch.tensor([3, 3]), torch.tensor([0])
     before = server.sums(0, *bags)
     after = server.update_then_sums(0, torch.ones(1, 4), (1, *bags))
@@ -325,8 +342,11 @@ def test_one_call_updates_before_it_looks_up() -> None:
 # The picture.
 
 
-def test_committed_numbers_are_those_of_the_picture() -> None:
-    draw = MODULES["draw_lookup_cost"]
+def test_committed_numbers_are_those_of_the_picture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "assets")
+    draw = importlib.import_module("draw_lookup_cost")
     near = json.loads((ROOT / "assets" / "04_lookup_cost.json").read_text())
     far = json.loads((ROOT / "assets" / "04_lookup_cost_5ms.json").read_text())
     assert [one["batch_size"] for one in near["sizes"]] == [8, 32, 128, 512]
@@ -349,58 +369,24 @@ def test_committed_numbers_are_those_of_the_picture() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "words", "message"),
+    ("words", "message"),
     [
-        (
-            SEVERAL,
-            ["--parameter-servers=0"],
-            "argument --parameter-servers: '0' is not",
-        ),
-        (
-            SEVERAL,
-            ["--trainers=99"],
-            "--parameter-servers and --trainers are at most 16",
-        ),
-        (SEVERAL, ["--batch-size=99999"], "--trainers times --batch-size is at most "),
-        (ASYNCHRONOUS, ["--trainers=17"], "--trainers is at most 16, not 17"),
-        (COST, ["--batch-sizes=1000"], "--batch-sizes are at most 512"),
-        (COST, ["--latency=-1"], "--latency must be from 0 to 1000, not -1"),
-        (COST, ["--json=nowhere/x"], "there is no folder nowhere"),
-        (
-            SHARDED,
-            ["--nprocs=17"],
-            "--nprocs is at most 16, and a row for each, not 17",
-        ),
-        (SHARDED, ["--lr=nan"], "argument --lr: 'nan' is not a number above 0"),
-        (SHARDED, ["--batch-size=99999"], "--nprocs times --batch-size is at most "),
+        (["--batch-sizes=1000"], "'1000' is no number from 1 to 512"),
+        (["--latency=-1"], "'-1' is no number from 0.0 to 1000.0"),
     ],
 )
-def test_scripts_refuse_in_one_line(
-    script: Any,
-    words: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *words])
-    with pytest.raises(SystemExit) as refusal:
-        script.parse_args()
-    printed = capsys.readouterr()
-    assert refusal.value.code == 2 and printed.out == ""
-    assert printed.err.startswith(f"{script.__name__}.py: {message}")
-    assert printed.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("script", [ASYNCHRONOUS, SEVERAL, COST, SHARDED])
-def test_scripts_refuse_a_launcher(
-    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py"])
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(SystemExit) as refusal:
-        script.parse_args()
+def test_lookup_cost_refuses_in_one_line(words: list[str], message: str) -> None:
+    printed = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["lookup_cost.py", *words]),
+        contextlib.redirect_stderr(printed),
+        pytest.raises(SystemExit) as refusal,
+    ):
+        ROOM["lookup_cost"].read_sizes()
     assert refusal.value.code == 2
-    assert "start it with python, not torchrun" in capsys.readouterr().err
+    assert printed.getvalue().startswith("lookup_cost.py: argument ")
+    assert message in printed.getvalue()
+    assert printed.getvalue().count("\n") == 1
 
 
 def processes_with(mark: str) -> list[psutil.Process]:
@@ -415,23 +401,27 @@ def processes_with(mark: str) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "options", "number"),
     # Options for a run that would last for minutes.
     [
         pytest.param(
-            "lookup_cost",
+            "lookup_cost/lookup_cost",
             ["--rounds=30", "--batch-sizes", "1", *["512"] * 8],
             signal.SIGKILL,
             marks=pytest.mark.slow,
         ),
         ("sharded_tables", ["--steps=30000"], signal.SIGINT),
+        # These start processes with names, by `roles.start_roles`.
+        ("lookup_cost/steps_per_second", ["--rounds=100"], signal.SIGKILL),
+        ("lookup_cost/steps_per_second", ["--rounds=100"], signal.SIGINT),
     ],
 )
 def test_nothing_outlives_the_launcher(
     script: str, options: list[str], number: int
 ) -> None:
-    mark = f"{os.environ.get(MARK, '')}{script}-{os.getpid()}/"
+    mark = f"{os.environ.get(MARK, '')}{Path(script).name}-{os.getpid()}/"
     with subprocess.Popen(
         [sys.executable, f"{CHAPTER}/{script}.py", *options],
         cwd=ROOT,

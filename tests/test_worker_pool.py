@@ -1,5 +1,6 @@
 """The warm pool of gloo ranks: right results, named failures, nothing left behind."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -121,6 +122,20 @@ def leave_the_group() -> int:
     return rank
 
 
+def join_late_from_now_on(seconds: float) -> None:
+    join = dist.init_process_group
+
+    def join_late(*args: Any, **kwargs: Any) -> None:
+        join(*args, **kwargs)
+        time.sleep(seconds * kwargs["rank"])
+
+    dist.init_process_group = join_late
+
+
+def start_time() -> float:
+    return time.monotonic()
+
+
 def return_a_local_function() -> Any:
     return lambda: None
 
@@ -218,6 +233,24 @@ def test_each_run_starts_fresh(pool: WorkerPool) -> None:
     assert [found[-1] for found in after] == pool.pids[:2]
 
 
+@pytest.mark.parametrize("kind", ["result", "error"])
+def test_imports_take_no_time_of_the_job(
+    pool: WorkerPool, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"slow_to_import_{kind}"
+    slow = 'import os, time\nif os.environ.get("RANK") == "1":\n    time.sleep(4)\n'
+    fails = "    raise ImportError('as planned')\n" if kind == "error" else ""
+    (tmp_path / f"{name}.py").write_text(f"{slow}{fails}def one(): return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    function = importlib.import_module(name).one
+    if kind == "result":
+        assert pool.run(function, timeout=2) == [1, 1]
+        return
+    with pytest.raises(RankError, match="ImportError: as planned") as caught:
+        pool.run(function, timeout=10)
+    assert caught.value.rank == 1
+
+
 def test_big_results_and_arguments(pool: WorkerPool) -> None:
     results = pool.run(big_result, 2_000_000)
     assert [result.shape for result in results] == [(2_000_000,)] * 2
@@ -306,6 +339,14 @@ def test_a_group_that_failed_to_form_spoils_no_later_one(
     assert pool.run(leave_the_group) == [0, 1]
     assert_usable(pool)
     assert pool.pids == pids
+
+
+def test_no_function_starts_before_all_have_joined() -> None:
+    # A function that leaves the group at once would break off what others still make.
+    with WorkerPool() as other:
+        other.run(join_late_from_now_on, 2.0)
+        first, second = other.run(start_time)
+    assert abs(second - first) < 1
 
 
 def test_a_worker_that_died_between_runs_is_replaced(pool: WorkerPool) -> None:

@@ -17,14 +17,50 @@ COPIES: dict[str, tuple[str, ...]] = {
     "01_communication/ranks.py": (
         "02_ddp_mp/ranks.py",
         "03_ddp_torchrun/ranks.py",
+        "04_rpc_parameter_server/ranks.py",
         "05_deepspeed_zero/ranks.py",
+        "06_fsdp/ranks.py",
+        "07_tensor_parallel/ranks.py",
+        "08_pipeline_parallel/ranks.py",
+        "09_one_mesh/ranks.py",
     ),
     "01_communication/exercises/ask_ranks.py": (
         "02_ddp_mp/exercises/ask_ranks.py",
         "03_ddp_torchrun/exercises/ask_ranks.py",
+        "04_rpc_parameter_server/exercises/ask_ranks.py",
         "05_deepspeed_zero/exercises/ask_ranks.py",
+        "06_fsdp/exercises/ask_ranks.py",
+        "07_tensor_parallel/exercises/ask_ranks.py",
+        "08_pipeline_parallel/exercises/ask_ranks.py",
+        "09_one_mesh/exercises/ask_ranks.py",
     ),
-    "03_ddp_torchrun/model.py": ("05_deepspeed_zero/by_hand/model.py",),
+    "03_ddp_torchrun/model.py": (
+        "05_deepspeed_zero/model.py",
+        "06_fsdp/model.py",
+        "07_tensor_parallel/model.py",
+        "08_pipeline_parallel/model.py",
+        "09_one_mesh/model.py",
+    ),
+    **{
+        f"03_ddp_torchrun/{name}.py": tuple(
+            f"{chapter}/{name}.py"
+            for chapter in ("06_fsdp", "07_tensor_parallel", "08_pipeline_parallel")
+        )
+        for name in ("data", "checkpoint")
+    },
+    "03_ddp_torchrun/same_as_one_process.py": ("06_fsdp/same_as_one_process.py",),
+    # The ways of all chapters in one table.
+    **{
+        source: (f"09_one_mesh/one_result/{source.rpartition('/')[2]}",)
+        for source in (
+            "05_deepspeed_zero/text.py",
+            "05_deepspeed_zero/communication/traffic.py",
+            "06_fsdp/counters.py",
+            "06_fsdp/side_by_side/zero_by_hand.py",
+            "07_tensor_parallel/parallel_layers.py",
+            "07_tensor_parallel/parallel_gpt.py",
+        )
+    },
 }
 
 

@@ -31,6 +31,8 @@ output and standard error together::
   shown to be right there, so CI has to be a machine where it succeeds.
 * One that reads ``# numbers within 10 %`` allows each number that the README writes
   with a decimal point to be off by that much. Whole numbers stay exact.
+* The comment ``<!-- slow -->`` right above a block marks it as a slow test is marked:
+  ``make test-all`` runs it, ``make pages`` does not. No later block may need it.
 * An output cannot hold a line that starts with ``$ ``, nor start with ``> ``.
 
 ``diff`` blocks are generated from the files named by a comment right above them::
@@ -48,7 +50,8 @@ around a change, 1 if not given.
 
 * A name is that of a function, a class or a variable at the file's top level, or of one
   in a class, which then stands below the class's first line. They are shown in the
-  order in which the comment names them. ``__main__`` is what runs as a script.
+  order in which the comment names them. ``__main__`` is what runs as a script, and
+  ``__imports__`` are the lines from the file's first import to its last.
 * Their lines are the file's, with decorators and with the comments right above them.
   ``without docstrings`` leaves out the docstrings of all that is shown.
 * A ``python`` block without such a comment is refused.
@@ -62,6 +65,7 @@ reports.
 
 import argparse
 import ast
+import copy
 import difflib
 import os
 import re
@@ -107,7 +111,9 @@ CODE_COMMENT = re.compile(
     r"<!-- code: (?P<file>\S+) (?P<names>[\w.]+(?: [\w.]+)*?)"
     r"(?P<bare> without docstrings)? -->\s*\Z"
 )
+SLOW_COMMENT = re.compile(r"<!-- slow -->\s*\Z")
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+Import = ast.Import | ast.ImportFrom
 NOT_PART_OF_THE_REPOSITORY = shutil.ignore_patterns(
     ".git", ".venv", "__pycache__", ".pytest_cache", ".ruff_cache"
 )
@@ -142,6 +148,11 @@ def repository_files(root: Path = ROOT) -> list[str]:
     # if it leads nowhere, so that whoever uses it finds out.
     paths = {name: root / name for name in names}
     return sorted(n for n, path in paths.items() if path.is_file() or path.is_symlink())
+
+
+def is_slow(example: Example) -> bool:
+    """Tell whether the comment above a block says that it takes long."""
+    return bool(SLOW_COMMENT.search(example.document.text[: example.start]))
 
 
 class Terminal:
@@ -512,6 +523,11 @@ def find_definition(body: Sequence[ast.stmt], name: str) -> ast.stmt:
     Raises ValueError if there is none, or more than one.
     """
     last_part = name.rpartition(".")[2]
+    imports = [node for node in body if isinstance(node, Import)]
+    if last_part == "__imports__" and imports:
+        lines_of_all = copy.copy(imports[0])
+        lines_of_all.end_lineno = imports[-1].end_lineno
+        return lines_of_all
     found = [node for node in body if last_part in defined_names(node)]
     if len(found) != 1:
         raise ValueError(
@@ -594,6 +610,7 @@ def code_of(text: str, names: Sequence[str], docstrings: bool = True) -> str:
             gap = 3
         else:
             gap = 1 if not apart else 2 if class_name else 3
+            gap = max(gap, 2) if isinstance(before, Import) else gap
         shown += "\n" * gap if before else ""
         shown += "\n".join(line for line in kept if line is not None)
         before, class_before = node, class_name

@@ -36,7 +36,8 @@ from typing import Any, NamedTuple
 
 from launch import clean_environment
 
-# Seconds for a worker to import torch, on a machine with much else to do.
+# Seconds for a worker to import torch, and then for a job to import its module, on a
+# machine with much else to do.
 START_TIMEOUT = 120.0
 # Seconds that the other ranks get to end by themselves after one has failed.
 GRACE = 3.0
@@ -48,7 +49,7 @@ GROUP_TIMEOUT_SHARE = 0.7
 # What gloo and the store say to a rank whose peer failed, left or never came.
 CONSEQUENCES = (
     *("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting"),
-    *("monitoredBarrier", "wait timeout"),
+    *("monitoredBarrier", "wait timeout", "Wait timeout"),
 )
 
 
@@ -95,7 +96,7 @@ class Job(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What became of a job: `kind` is result, error, died or, between jobs, idle.
+    """What became of a job: `kind` is result, error, died or, before it runs, idle.
 
     `value` is a pickled result, a traceback or an exit code. `when` is the
     machine's monotonic clock, which all ranks share.
@@ -145,14 +146,15 @@ class WorkerPool:
         function: Callable[..., Any],
         *args: Any,
         world_size: int = 2,
-        timeout: float = 30,
+        timeout: float = 120,
     ) -> list[Any]:
         """Run `function(*args)` on every rank and return the results in rank order.
 
         Each rank has a fresh default process group on gloo, RANK, WORLD_SIZE,
         LOCAL_RANK and LOCAL_WORLD_SIZE in its environment, one thread and seed 0.
-        A collective that waits for more than 0.7 of `timeout` fails. What the
-        ranks print is printed here, with the rank in front of each line.
+        A collective that waits for more than 0.7 of `timeout` fails. The time begins
+        when every rank has imported the function's module. What the ranks print is
+        printed here, with the rank in front of each line.
 
         Raises:
             RankError: A rank raised; the first to do so is named.
@@ -189,12 +191,18 @@ class WorkerPool:
         self._workers = [one for one in self._workers if one not in workers]
 
     def _run(self, workers: list["_Worker"], call: bytes, timeout: float) -> list[Any]:
-        deadline = time.monotonic() + timeout
         store = str(self._folder / f"store-{self._runs}")
         limit = GROUP_TIMEOUT_SHARE * timeout
         for rank, worker in enumerate(workers):
             worker.send(Job(rank, len(workers), store, limit, sys.path, call))
-        replies = _collect(workers, deadline)
+        for rank, worker in enumerate(workers):
+            # A worker that died meanwhile is found when the replies are.
+            if not worker.wait_until_idle(START_TIMEOUT) and worker.exit_code is None:
+                self._stop(workers)
+                raise RankFailure(f"rank {rank} did not import its function in time")
+        for worker in workers:
+            worker.send(None)
+        replies = _collect(workers, time.monotonic() + timeout)
         hung = {rank: one for rank, one in enumerate(workers) if rank not in replies}
         for worker in hung.values():
             worker.dump_stacks()
@@ -391,10 +399,20 @@ def serve(pipe: Connection) -> None:
     # it would keep that job's group as a default argument, for the jobs that follow.
     import torch.distributed.nn  # noqa: F401
 
+    modules = 0
     while True:
+        # Each job ends with a search for garbage. It need not look at all of torch.
+        if len(sys.modules) > modules:
+            gc.freeze()
+            modules = len(sys.modules)
         pipe.send_bytes(pickle.dumps(Reply("idle")))
         job: Job = pickle.loads(pipe.recv_bytes())
         with _fresh_state(job):
+            # Here only for its imports: what it raises, it will raise in the job.
+            with contextlib.suppress(BaseException):
+                pickle.loads(job.call)
+            pipe.send_bytes(pickle.dumps(Reply("idle")))
+            pipe.recv_bytes()
             reply = _answer(job)
             pipe.send_bytes(pickle.dumps(reply))
             if reply.kind == "result":
@@ -453,6 +471,8 @@ def _answer(job: Job) -> Reply:
             world_size=job.world_size,
             timeout=timedelta(seconds=job.group_timeout),
         )
+        # The function may leave the group, and others may still be connecting.
+        dist.barrier()
         function, args = pickle.loads(job.call)
         return Reply("result", pickle.dumps(function(*args)))
     # SystemExit too: a function that exits has not returned a result.
@@ -466,6 +486,7 @@ def _answer(job: Job) -> Reply:
 def _leave_all_groups() -> None:
     import torch.distributed as dist
 
+    forget_meshes()
     # Collects what still refers to the group, such as a model under DDP.
     gc.collect()
     # A group that a rank failed to join counts all the same, and the next group of
@@ -475,6 +496,24 @@ def _leave_all_groups() -> None:
         store = dist.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     dist.destroy_process_group()
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches: they keep meshes, and a mesh its groups.
+
+    A later job with an equal mesh would get the groups of the job before.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    for one in gc.get_objects():
+        if type(one).__name__ == "DeviceMesh":
+            one._pg_registry.clear()
 
 
 if __name__ == "__main__":

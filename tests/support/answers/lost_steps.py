@@ -1,15 +1,19 @@
-"""The answer to 04_rpc_parameter_server/exercise_lost_steps.py."""
+"""The answer to 04_rpc_parameter_server/exercises/lost_steps.py."""
 
 import torch
 import torch.distributed.rpc as rpc
 
-from exercise_lost_steps import LR, table, table_lock
+from check_lost_steps import (  # pyright: ignore[reportMissingImports]
+    LR,
+    TABLE,
+    TABLE_LOCK,
+)
 
 
 def add_to_rows(numbers: torch.Tensor, amount: torch.Tensor) -> None:
     """Add to some rows, where they are; a row that is named twice gets both."""
-    with table_lock:
-        table.index_add_(0, numbers, amount)
+    with TABLE_LOCK:
+        TABLE.index_add_(0, numbers, amount)
 
 
 def step_on_server(numbers: torch.Tensor, gradient: torch.Tensor) -> None:

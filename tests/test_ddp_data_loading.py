@@ -1,0 +1,409 @@
+"""Chapter 03, data loading: seeds, memory and shards of the workers of all ranks."""
+
+import contextlib
+import io
+import mmap
+import os
+import re
+import shutil
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
+
+from launch import Result, run, torchrun
+from lessons import run_lesson
+from scripts import load_chapter
+from worker_pool import WorkerPool
+
+ROOM = "03_ddp_torchrun/data_loading"
+
+
+def script(name: str) -> Any:
+    """Import one of the room's scripts."""
+    return load_chapter(ROOM)[name]
+
+
+def end_of_lesson(name: str) -> tuple[int, str]:
+    """Run a lesson; return its exit status and errors."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        try:
+            run_lesson(ROOM, name)
+        except SystemExit as end:
+            return int(end.code or 0), errors.getvalue()
+    return 0, errors.getvalue()
+
+
+# --- worker_seeds.py. ----------
+
+
+def all_draws() -> dict[str, list[list[float]]]:
+    """Return what this rank's samples are augmented by, in two epochs, in each way."""
+    seeds = script("worker_seeds")
+    ways = {name: seeds.two_epochs(name) for name in seeds.WAYS}
+    return {name: [list(e.values()) for e in epochs] for name, epochs in ways.items()}
+
+
+@pytest.mark.slow  # forking workers in the pool, beside its threads, has hung
+def test_workers_draw_alike_unless_the_rank_is_in_their_seed(
+    worker_pool: WorkerPool,
+) -> None:
+    ranks = worker_pool.run(all_draws)
+    assert len(ranks) == 2
+    zero, one = ranks
+    name = "manual_seed on all ranks"
+    assert zero[name] == one[name] and zero[name][0] != zero[name][1]
+    name = "init_fn: rank + worker"
+    # Worker 1 of rank 0 has every other sample, beginning with the second.
+    assert zero[name][0][1::2] == one[name][0][0::2]
+    assert zero[name][0] == zero[name][1]
+    name = "kept in the data set"
+    assert zero[name] == one[name] and len(set(zero[name][0])) == 2
+    for name in ("a generator by rank", "by epoch and index"):
+        values = [n for rank in ranks for epoch in rank[name] for n in epoch]
+        assert len(set(values)) == len(values) == 16
+
+
+@pytest.mark.slow
+def test_seeds_are_shown_and_processes_counted() -> None:
+    output = torchrun(f"{ROOM}/worker_seeds.py", nproc=3).stdout
+    assert output.startswith("3 ranks + 6 workers = 9 processes\n")
+    assert "check: 8 samples in 2 epochs are augmented as in one process" in output
+
+
+def forget_the_rank() -> tuple[int, str]:
+    """Seed the generators of all ranks alike."""
+    seeds = script("worker_seeds")
+    entry = {"generator": torch.Generator}
+    ways = seeds.WAYS | {"a generator by rank": ("global", entry, 8)}
+    with mock.patch.object(seeds, "WAYS", ways):
+        return end_of_lesson("worker_seeds")
+
+
+def forget_the_epoch() -> tuple[int, str]:
+    """Let the one process of the comparison draw for the first epoch only."""
+    seeds = script("worker_seeds")
+    right = seeds.two_epochs
+    with mock.patch.object(seeds, "two_epochs", lambda name: right(name)[:1] * 2):
+        return end_of_lesson("worker_seeds")
+
+
+@pytest.mark.slow  # forking workers in the pool, beside its threads, has hung
+@pytest.mark.parametrize("broken", [forget_the_rank, forget_the_epoch])
+def test_wrong_seeds_are_found(worker_pool: WorkerPool, broken: Any) -> None:
+    results = worker_pool.run(broken)
+    assert [status for status, _ in results] == [1, 1]
+    assert "check failed on ranks [0, 1]" in results[0][1]
+
+
+# --- iterable.py. ----------
+
+
+# The page runs it on two ranks.
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_iterable_is_seen_once_if_sharded_by_rank_and_worker(world_size: int) -> None:
+    output = torchrun(f"{ROOM}/iterable.py", nproc=world_size).stdout
+    rows = re.findall(r"^(\S.*?)  +(\[.*\]) +(.*) times$", output, re.M)
+    assert [(name, times) for name, _, times in rows] == [
+        ("iterable, no shards", str(2 * world_size)),
+        ("iterable, by rank", "2"),
+        ("iterable, by worker", str(world_size)),
+        ("iterable, by both", "1"),
+        ("map-style, sampler", "1 or 2"),
+    ]
+    both = {2: "[6, 5]", 3: "[4, 4, 3]"}[world_size]
+    assert [lengths for _, lengths, _ in rows][3:] == [
+        both,
+        {2: "[6, 6]", 3: "[4, 4, 4]"}[world_size],
+    ]
+
+
+def shards_of(workers: int) -> list[int]:
+    """Return what this rank sees of a stream that is sharded by rank and worker."""
+    stream = script("iterable").Stream(by_rank=True, by_worker=True)
+    return [int(n) for n in DataLoader(stream, batch_size=None, num_workers=workers)]
+
+
+@pytest.mark.slow  # forking workers in the pool, beside its threads, has hung
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_shards_cover_the_stream_with_any_number_of_workers(
+    worker_pool: WorkerPool, workers: int
+) -> None:
+    by_rank = worker_pool.run(shards_of, workers)
+    times = Counter(sample for samples in by_rank for sample in samples)
+    assert times == dict.fromkeys(range(11), 1)
+
+
+def forget_the_worker() -> tuple[int, str]:
+    """Shard by rank alone."""
+    with mock.patch("torch.utils.data.get_worker_info", lambda: None):
+        return end_of_lesson("iterable")
+
+
+@pytest.mark.slow  # forking workers in the pool, beside its threads, has hung
+def test_forgotten_worker_is_found(worker_pool: WorkerPool) -> None:
+    results = worker_pool.run(forget_the_worker)
+    assert [status for status, _ in results] == [1, 1]
+
+
+# --- copy_on_write.py. ----------
+
+
+def grown_in_three_ways() -> tuple[str, float]:
+    """Run the lesson, then read a tensor's samples as Python objects again."""
+    output = run_lesson(ROOM, "copy_on_write")
+    copy_on_write = script("copy_on_write")
+    samples = [bytes(100) + bytes([i % 256]) for i in range(copy_on_write.SAMPLES)]
+    return output, copy_on_write.grown_in_a_worker(samples)
+
+
+def test_python_objects_are_copied_by_reading(
+    worker_pool: WorkerPool,
+) -> None:
+    ((output, of_bytes),) = worker_pool.run(
+        grown_in_three_ways, world_size=1, timeout=60
+    )
+    rows = dict(re.findall(r"^(\w[a-z ]+?)  +(\d+) MB", output, re.M))
+    assert int(rows["list of strings"]) >= 20
+    assert max(int(rows[name]) for name in ("tensor", "mapped file")) <= 3
+    assert of_bytes > 20
+    assert "check: the list was copied" in output
+
+
+def written_by_rank_zero(path: str) -> dict[str, list[int]]:
+    """Change samples on rank 0; return what this rank has afterwards."""
+    if dist.get_rank() == 0:
+        Path(path).write_bytes(bytes(3))
+    dist.barrier()
+    read = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
+    mapped = torch.from_file(path, shared=True, size=3, dtype=torch.uint8)
+    dist.barrier()  # all have read before one writes
+    if dist.get_rank() == 0:
+        read.fill_(7)
+        mapped.fill_(7)
+    dist.barrier()
+    return {"read": read.tolist(), "mapped": mapped.tolist()}
+
+
+def private_page(path: str) -> list[int]:
+    """Map the file for this rank alone, write on rank 0; return what is here."""
+    if dist.get_rank() == 0:
+        Path(path).write_bytes(bytes(3))
+    dist.barrier()
+    samples = torch.from_file(path, shared=False, size=3, dtype=torch.uint8)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        samples.fill_(7)
+    dist.barrier()
+    return samples.tolist()
+
+
+def test_ranks_share_no_samples_but_those_of_a_mapped_file(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    zero, one = worker_pool.run(written_by_rank_zero, str(tmp_path / "samples"))
+    assert zero == {"read": [7, 7, 7], "mapped": [7, 7, 7]}
+    assert one == {"read": [0, 0, 0], "mapped": [7, 7, 7]}
+    private = worker_pool.run(private_page, str(tmp_path / "samples"))
+    assert private == [[7, 7, 7], [0, 0, 0]]
+
+
+# --- shared_memory.py. ----------
+
+
+def test_batches_in_flight_take_workers_times_prefetch(worker_pool: WorkerPool) -> None:
+    words = (ROOM, "shared_memory", "--workers=3")
+    (output,) = worker_pool.run(run_lesson, *words, world_size=1)
+    assert "3 workers x 2 batches x 6.3 MB" in output
+    (held,) = re.findall(r"in /dev/shm: ([\d.]+) MB", output)
+    assert float(held) == pytest.approx(3 * 2 * 6.29, rel=0.1)
+
+
+def with_small_shm(megabytes: int) -> Result:
+    """Run shared_memory.py over a /dev/shm of its own."""
+    mount = f"mount -t tmpfs -o size={megabytes}m tmpfs /dev/shm"
+    lesson = f"exec python {ROOM}/shared_memory.py"
+    command = ["unshare", "-rm", "sh", "-c", f"{mount} && {lesson}"]
+    return run(command, timeout=60)
+
+
+def test_dev_shm_too_small_for_one_worker_is_an_error() -> None:
+    # The only way to learn whether one may mount is to do it once.
+    probe = ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+    if shutil.which("unshare") is None or run(probe).returncode:
+        pytest.skip("no laboratory here: a file system cannot be mounted")
+    result = with_small_shm(4)
+    assert result.returncode == 2, result.output
+    assert "unable to allocate shared memory(shm) for file </torch_" in result.stdout
+    assert "No space left on device (28)\n" in result.stdout
+    assert "25.2 MB are needed, and 4.2 MB were free" in result.stderr
+
+
+# --- Copied from elsewhere, and it fails. ----------
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return an error as Python prints it; nothing if there was none."""
+    try:
+        call()
+    except (AssertionError, KeyError, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def copied_lines() -> dict[str, str]:
+    """Return the errors of lines that are in many scripts, here without a GPU."""
+    local_rank, layer = dist.get_rank(), torch.nn.Linear(1, 1)
+    numbers: Any = range(3)
+    sampler = SequentialSampler(numbers)
+    stream: Any = script("iterable").Stream(False, False)
+    lines: dict[str, Callable[[], object]] = {
+        "to": lambda: layer.to(local_rank),
+        "cuda": lambda: layer.to(f"cuda:{local_rank}"),
+        "text": lambda: layer.to(str(local_rank)),
+        "unset": lambda: torch.cuda.set_device(-1),
+        "negative": lambda: torch.device("cuda", -1),
+        "unset text": lambda: torch.cuda.set_device("-1"),
+        "device_ids": lambda: DistributedDataParallel(layer, [local_rank]),
+        "shuffle": lambda: DataLoader(numbers, sampler=sampler, shuffle=True),
+        "sampler": lambda: DataLoader(stream, sampler=sampler),
+        "shuffled stream": lambda: DataLoader(stream, shuffle=True),
+    }
+    return {name: error_of(line) for name, line in lines.items()}
+
+
+def test_copied_lines_fail_without_a_gpu(worker_pool: WorkerPool) -> None:
+    if torch.accelerator.is_available():
+        pytest.fail("this test is about machines without a GPU")
+    (found,) = worker_pool.run(copied_lines, world_size=1)
+    words = "Cannot access accelerator device when none is available."
+    assert words in found["to"]
+    assert "Torch not compiled with CUDA enabled" in found["cuda"]
+    assert "RuntimeError: Invalid device string: '0'" in found["text"]
+    # `--local_rank` with default=-1, which no launcher has passed: not a word.
+    assert found["unset"] == ""
+    assert found["negative"] == "RuntimeError: Device index must not be negative"
+    assert found["unset text"] == "RuntimeError: Invalid device string: '-1'"
+    words = "ValueError: DistributedDataParallel device_ids and output_device arguments"
+    assert found["device_ids"].startswith(words)
+    assert (
+        "only work with single-device/multiple-device GPU modules or CPU modules"
+        in found["device_ids"]
+    )
+    assert "got device_ids [0], output_device None" in found["device_ids"]
+
+
+def test_a_sampler_excludes_shuffle_and_an_iterable_both(
+    worker_pool: WorkerPool,
+) -> None:
+    (found,) = worker_pool.run(copied_lines, world_size=1)
+    words = "ValueError: sampler option is mutually exclusive with shuffle"
+    assert found["shuffle"] == words
+    words = "DataLoader with IterableDataset: expected unspecified sampler option"
+    assert words in found["sampler"]
+    words = "DataLoader with IterableDataset: expected unspecified shuffle option"
+    assert words in found["shuffled stream"]
+
+
+def with_output_device() -> str:
+    """Name the rank as output device, on CPUs; 0 is taken for none."""
+    layer = torch.nn.Linear(1, 1)
+    rank = dist.get_rank()
+    return error_of(lambda: DistributedDataParallel(layer, output_device=rank))
+
+
+@pytest.mark.slow
+def test_output_device_fails_on_all_ranks_but_the_first(
+    worker_pool: WorkerPool,
+) -> None:
+    zero, one = worker_pool.run(with_output_device)
+    assert "got device_ids None, output_device 1, and module parameters" in one
+    # It went on, waited for rank 1 in the constructor, and lost it.
+    assert zero and "output_device" not in zero
+
+
+def different_models() -> str:
+    """Wrap a layer that has a bias on rank 0 only."""
+    layer = torch.nn.Linear(2, 1, bias=dist.get_rank() == 0)
+    return error_of(lambda: DistributedDataParallel(layer))
+
+
+def test_ranks_with_different_models_are_refused(worker_pool: WorkerPool) -> None:
+    words = "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 2 "
+    words += "params, while rank 1 has inconsistent 1 params."
+    errors = worker_pool.run(different_models)
+    assert words in errors
+
+
+def test_rank_is_no_variable_without_a_launcher() -> None:
+    with mock.patch.dict("os.environ", clear=True):
+        assert error_of(lambda: int(os.environ["RANK"])) == "KeyError: 'RANK'"
+
+
+FAILS = """
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    raise RuntimeError("what really happened")
+
+main()
+"""
+
+
+def test_child_failed_error_names_the_first_error_below(tmp_path: Path) -> None:
+    path = tmp_path / "fails.py"
+    path.write_text(FAILS)
+    result = torchrun(path, nproc=1)
+    assert result.returncode == 1
+    header = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
+    lines = iter(result.output.splitlines())
+    expected = [header, "Root Cause (first observed failure):"]
+    for words in [*expected, "RuntimeError: what really happened"]:
+        assert any(words in line for line in lines), (words, result.output)
+
+
+class Unmapped(Dataset):
+    """Samples whose memory is gone, as when older versions found /dev/shm full."""
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        """Write to a page of a file that was cut."""
+        with tempfile.TemporaryFile() as file:
+            file.truncate(mmap.PAGESIZE)
+            page = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+            file.truncate(0)
+            page[0] = 1
+        return index
+
+
+def bus_error() -> str:
+    """Return what the rank of a worker that got SIGBUS prints."""
+    loader = DataLoader(Unmapped(), num_workers=1, multiprocessing_context="fork")
+    try:
+        next(iter(loader))
+    except RuntimeError:
+        return traceback.format_exc()
+    return ""
+
+
+def test_bus_error_of_a_worker(worker_pool: WorkerPool) -> None:
+    (text,) = worker_pool.run(bus_error, world_size=1)
+    words = "is killed by signal: Bus error. It is possible that dataloader's workers "
+    words += "are out of shared memory. Please try to raise your shared memory limit."
+    assert words in text
+    assert "DataLoader worker (pid" in text

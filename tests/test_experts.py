@@ -1,0 +1,584 @@
+"""Chapter 09: a mixture whose experts are sharded is the mixture of one process."""
+
+import contextlib
+import functools
+import io
+import re
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from lessons import run_lesson
+from scripts import load_chapter
+from worker_pool import RankError, WorkerPool
+
+CHAPTER = "09_one_mesh"
+modules: dict[str, Any] = load_chapter(CHAPTER)
+mixture, experts = modules["mixture"], modules["experts"]
+both = modules["whole_and_sharded"]
+CHECKERS: dict[str, Any] = load_chapter(f"{CHAPTER}/exercises")
+
+# The answer uses the chapter's module by its plain name.
+with mock.patch.dict(sys.modules, {"mixture": CHECKERS["mixture"]}):
+    from answers import broken_experts
+
+B, T, D, E = 2, 6, 8, 8
+
+# --- All-to-all through autograd. ----------
+
+
+def both_all_to_alls(rows_to: list[list[int]]) -> list[float]:
+    """Send rows_to[i][j] rows from rank i to j in two ways; compare both directions."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    sent, received = rows_to[rank], [rows_to[other][rank] for other in range(n)]
+    x = (torch.randn(sum(sent), 3) + rank).double().requires_grad_()
+    ours = mixture.AllToAll.apply(x, received, sent)
+    theirs = all_to_all_single_autograd(x, received, sent, dist.group.WORLD)  # type: ignore
+    weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(rank))
+    grads = [torch.autograd.grad((y * weight).sum(), x)[0] for y in (ours, theirs * 1)]
+    # Who sends a row gets back what its receiver has multiplied it by.
+    weights: list[Any] = [None] * n
+    dist.all_gather_object(weights, weight)
+    parts = [
+        weights[other].split([row[other] for row in rows_to])[rank]
+        for other in range(n)
+    ]
+    right = torch.cat(parts).double()
+    pairs = [(ours, theirs), (grads[0], grads[1]), (grads[0], right)]
+    return [(a - b).abs().sum().item() for a, b in pairs]
+
+
+@pytest.mark.parametrize(
+    "rows_to",
+    [
+        [[5]],
+        [[0, 3], [2, 0]],
+        [[4, 1], [0, 0]],
+        [[1, 2, 3, 0], [0, 0, 0, 5], [2, 2, 2, 2], [0, 1, 0, 0]],
+    ],
+    ids=str,
+)
+def test_all_to_all_and_its_backward_are_torchs(
+    worker_pool: WorkerPool, rows_to: list[list[int]]
+) -> None:
+    n = len(rows_to)
+    found = worker_pool.run(both_all_to_alls, rows_to, world_size=n)
+    assert found == [[0.0, 0.0, 0.0]] * n
+
+
+def send_what_does_not_add_up() -> None:
+    """Say of three rows that one goes to each of two ranks."""
+    mixture.AllToAll.apply(torch.zeros(3, 2), [1, 1], [1, 1])
+
+
+def test_split_sizes_must_add_up(worker_pool: WorkerPool) -> None:
+    with pytest.raises(RankError, match="Split sizes doesn't match total dim 0 size"):
+        worker_pool.run(send_what_does_not_add_up)
+
+
+# --- Which expert, and which tokens are dropped. ----------
+
+PROBABILITIES = torch.tensor(
+    [[0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.2, 0.7, 0.1], [0.8, 0.1, 0.1]],
+    dtype=torch.float64,
+)
+
+
+def test_two_weights_add_up_to_one_and_one_weight_is_the_probability() -> None:
+    weights, chosen = mixture.choose_experts(PROBABILITIES[:3], 2)
+    assert chosen.tolist() == [[0, 1], [0, 1], [1, 0]]
+    assert weights.sum(1).tolist() == pytest.approx([1, 1, 1])
+    assert weights[0].tolist() == pytest.approx([2 / 3, 1 / 3])
+    weights, chosen = mixture.choose_experts(PROBABILITIES, 1)
+    assert (chosen.tolist(), weights.tolist()) == (
+        [[0], [0], [1], [0]],
+        [[0.6], [0.5], [0.7], [0.8]],
+    )
+
+
+def test_one_renormalised_weight_teaches_the_router_nothing() -> None:
+    torch.manual_seed(0)
+    layer, x = mixture.Mixture(D, E, k=1).double(), torch.randn(B, T, D).double()
+    layer(x).square().sum().backward()
+    assert layer.router.weight.grad.abs().max() > 1e-3
+
+    def renormalised(probabilities: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        weights, chosen = probabilities.topk(k)
+        return weights / weights.sum(1, keepdim=True), chosen
+
+    layer.zero_grad()
+    with mock.patch.object(mixture, "choose_experts", renormalised):
+        layer(x).square().sum().backward()
+    assert layer.router.weight.grad.abs().max() < 1e-12
+
+
+def test_first_choices_take_the_places_first() -> None:
+    # Tokens 0, 1 and 3 choose expert 0 first, token 2 second.
+    chosen = torch.tensor([[1, 0], [0, 1], [0, 1], [0, 2]])
+    # Pairs are first choices 0 to 3, then second choices 4 to 7, by expert.
+    for capacity, kept in (
+        (9, [1, 2, 3, 4, 0, 5, 6, 7]),
+        (3, [1, 2, 3, 0, 5, 6, 7]),
+        (2, [1, 2, 0, 5, 7]),
+        (1, [1, 0, 7]),
+        (0, []),
+    ):
+        assert mixture.pairs_with_a_place(chosen, 3, capacity).tolist() == kept
+
+
+def test_a_dropped_token_is_left_to_the_residual() -> None:
+    torch.manual_seed(0)
+    layer, x = mixture.Mixture(D, 4, k=1, capacity_factor=0.5), torch.randn(1, 16, D)
+    y, chosen = layer(x)[0], layer.router(x[0]).argmax(1)
+    kept = [i for e in range(4) for i in (chosen == e).nonzero()[:2, 0].tolist()]
+    dropped = sorted(set(range(16)) - set(kept))
+    assert len(dropped) == layer.dropped == 8 and layer.chosen.sum() == 16
+    assert y[dropped].abs().max() == 0 and y[kept].abs().sum(1).min() > 0
+    block = mixture.ExpertBlock(modules["model"].GPTConfig(width=D), layer)
+    with mock.patch.object(layer, "forward", torch.zeros_like):
+        attention_alone = block(x)
+    torch.testing.assert_close(
+        block(x) - attention_alone, layer(block.mlp_norm(attention_alone))
+    )
+
+
+def test_what_is_dropped_depends_on_the_senders_other_samples() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, T, D)
+    layers = []
+    for senders in (1, 2, 4):
+        torch.manual_seed(1)
+        layers.append(mixture.Mixture(D, 4, 2, 1.0, senders))
+    outputs = [layer(x) for layer in layers]
+    assert [layer.dropped for layer in layers] == [3, 6, 8]
+    assert layers[0].chosen.tolist() == layers[2].chosen.tolist()
+    assert not torch.equal(outputs[0], outputs[1])
+    for layer in layers:
+        layer.capacity_factor = 100
+    outputs = [layer(x) for layer in layers]
+    torch.testing.assert_close(outputs[0], outputs[1])
+    assert [layer.dropped for layer in layers] == [0, 0, 0]
+
+
+def test_balance_loss_is_one_if_even_and_as_many_as_experts_if_not() -> None:
+    even = torch.full((8, 4), 0.25).double()
+    for_each = torch.arange(4).repeat(2)[:, None]
+    assert mixture.balance_loss(even, for_each).item() == pytest.approx(1)
+    certain = torch.eye(4)[[2] * 8].double()
+    assert mixture.balance_loss(certain, torch.full((8, 1), 2)).item() == 4
+    # By Switch, equation 4: f = (3/4, 1/4, 0), P is the mean of each column.
+    found = mixture.balance_loss(PROBABILITIES, PROBABILITIES.argmax(1)[:, None])
+    assert found.item() == pytest.approx(3 * (0.75 * 2.1 / 4 + 0.25 * 1.5 / 4))
+
+
+def test_mean_of_local_balance_losses_is_not_the_global_one() -> None:
+    torch.manual_seed(0)
+    x, found = torch.randn(4, T, D).double(), []
+    for senders in (1, 4):
+        torch.manual_seed(1)
+        layer = mixture.Mixture(D, 4, 2, 1.0, senders).double()
+        layer(x)
+        found.append(layer.balance_loss.item())
+    whole, local = found
+    assert local > whole + 0.01
+    by_sample = []
+    layer.senders = 1
+    for sample in x:
+        layer(sample[None])
+        by_sample.append(layer.balance_loss.item())
+    assert sum(by_sample) / 4 == pytest.approx(local)
+
+
+# --- Sharded, and in one process. ----------
+
+
+CASES = [(1, 1.0), (2, 0.5), (2, 1.25), (3, 100.0)]  # k and capacity factor
+
+
+def layer_errors() -> list[tuple[dict[str, float], int]]:
+    """Compare sharded layers with one process; of each, errors and drops of all."""
+    n, rank, results = dist.get_world_size(), dist.get_rank(), []
+    alone = dist.new_subgroups(group_size=1)[0]
+    for k, factor in CASES:
+        layers = []
+        for kind, setting in (("Mixture", {"senders": n}), ("MixtureOfExperts", {})):
+            torch.manual_seed(3)
+            layers.append(getattr(mixture, kind)(D, E, k, factor, **setting).double())
+        whole, ours = layers
+        x, weight = torch.randn(2, n * B, T, D).double()
+        x.requires_grad_()
+        mine = x.detach().chunk(n)[rank].clone().requires_grad_()
+        y, z = whole(x), ours(mine)
+        # The mean over all ranks, in which each output counts differently.
+        ((y * weight).mean() + 0.1 * whole.balance_loss).backward()
+        ((z * weight.chunk(n)[rank]).mean() + 0.1 * ours.balance_loss).backward()
+        mixture.mean_gradients(ours, alone)
+        # What a rank's input adds to the mean loss is an n-th of its local gradient.
+        pairs: dict[str, Any] = {"x": (mine.grad / n, x.grad.chunk(n)[rank])}  # type: ignore
+        pairs["y"] = z, y.chunk(n)[rank]
+        for name, p in ours.named_parameters():
+            pairs[name] = p.grad, whole.get_parameter(name).grad
+        dropped = torch.tensor([ours.dropped, *ours.chosen])
+        dist.all_reduce(dropped)
+        assert dropped.tolist() == [whole.dropped, *whole.chosen.tolist()]
+        errors = {name: (p - q).abs().max().item() for name, (p, q) in pairs.items()}
+        results.append((errors, whole.dropped))
+    assert len(results) == len(CASES)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_sharded_mixture_is_one_processs(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    found = worker_pool.run(layer_errors, world_size=world_size)
+    assert len(found) == world_size
+    for of_rank in found:
+        assert len(of_rank) == len(CASES) == 4
+        for (_, factor), (errors, dropped) in zip(CASES, of_rank, strict=True):
+            assert len(errors) == 3 + 2 * E // world_size
+            assert max(errors.values()) < 1e-13, errors
+            assert (dropped == 0) == (factor > 2)
+
+
+def ranks_with_unequally_many_samples() -> float:
+    """Compare with a mixture that sees this rank's samples alone."""
+    rank, outputs = dist.get_rank(), []
+    x = torch.randn(1 + 2 * rank, T + rank, D).double()
+    for kind in (mixture.Mixture, mixture.MixtureOfExperts):
+        torch.manual_seed(3)
+        outputs.append(kind(D, E).double()(x))
+    return (outputs[0] - outputs[1]).abs().max().item()
+
+
+def test_ranks_may_have_unequally_many_samples(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(ranks_with_unequally_many_samples, world_size=4)
+    assert len(found) == 4 and max(found) < 1e-13
+
+
+def three_experts(senders: int) -> None:
+    """Build a layer, or call it, with numbers that do not divide."""
+    if senders:
+        mixture.Mixture(D, 4, senders=senders)(torch.zeros(4, T, D))
+    mixture.MixtureOfExperts(D, 3)
+
+
+@pytest.mark.parametrize(
+    ("senders", "text"),
+    [(0, "3 experts are not divisible by 2"), (3, "4 samples are not those of 3 rank")],
+)
+def test_what_does_not_divide_is_refused(
+    worker_pool: WorkerPool, senders: int, text: str
+) -> None:
+    with pytest.raises(RankError, match=text):
+        worker_pool.run(three_experts, senders)
+
+
+def test_more_choices_than_experts_are_refused() -> None:
+    with pytest.raises(ValueError, match="a token cannot use 5 of 4 experts"):
+        mixture.Mixture(D, 4, k=5)
+
+
+# --- Whose gradients are averaged. ----------
+
+
+def average_over_copies(ours: Any, copies: Any) -> None:
+    """Forget that an expert's gradient is a sum over its group already."""
+    for p in ours.parameters():
+        dist.all_reduce(p.grad, dist.ReduceOp.AVG, copies)
+
+
+def ratios_on_a_mesh(expert_ranks: int) -> list[dict[str, float]]:
+    """Average gradients rightly, over copies, over all; compare with one process.
+
+    Of each parameter return how many times its gradient is the right one, nan if it is
+    no multiple of it.
+    """
+    n, rank = dist.get_world_size(), dist.get_rank()
+    shape = n // expert_ranks, expert_ranks
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "expert"))
+    group, copies = mesh["expert"].get_group(), mesh["data"].get_group()
+    settings = {"Mixture": {"senders": n}, "MixtureOfExperts": {"group": group}}
+    x, layers, results = torch.randn(n * B, T, D).double(), [], []
+    for kind, setting in settings.items():
+        torch.manual_seed(3)
+        layers.append(getattr(mixture, kind)(D, E, **setting).double())
+    whole, ours = layers
+    whole(x).square().mean().backward()
+    for average, among in (
+        (mixture.mean_gradients, copies),
+        (average_over_copies, copies),
+        (mixture.mean_gradients, None),
+    ):
+        ours.zero_grad()
+        ours(x.chunk(n)[rank]).square().mean().backward()
+        average(ours, among)
+        ratios = {}
+        for name, p in ours.named_parameters():
+            right = whole.get_parameter(name).grad
+            ratio = ((p.grad * right).sum() / right.square().sum()).item()
+            is_multiple = torch.allclose(p.grad, ratio * right)
+            ratios[name] = ratio if is_multiple else float("nan")
+        results.append(ratios)
+    return results
+
+
+@pytest.mark.parametrize("expert_ranks", [1, 2, 4])
+def test_experts_are_summed_over_the_data_axis_and_divided_by_all(
+    worker_pool: WorkerPool, expert_ranks: int
+) -> None:
+    found = worker_pool.run(ratios_on_a_mesh, expert_ranks, world_size=4)
+    assert len(found) == 4
+    count = 2 * E // expert_ranks
+    for right, by_copies, by_all in found:
+        assert list(right.values()) == pytest.approx([1.0] * (1 + count))
+        # Each rank's gradient of an expert holds the tokens of its expert ranks.
+        del by_copies["router.weight"]
+        assert list(by_copies.values()) == pytest.approx([expert_ranks] * count)
+        # The mean over all ranks is of different experts, unless each rank has all.
+        assert by_all.pop("router.weight") == pytest.approx(1)
+        mixed = [ratio != ratio for ratio in by_all.values()]
+        assert mixed == [expert_ranks > 1] * count
+
+
+def wrapped_by_ddp() -> list[bool]:
+    """Wrap a mixture in DDP, run backward; tell whose experts and gradients are here.
+
+    Are the experts still this rank's own, are they rank 0's, and is the gradient of
+    the first one here that of the first one on rank 0?
+    """
+    torch.manual_seed(3)
+    layer = mixture.MixtureOfExperts(D, 4)
+    before = [p.detach().clone() for p in layer.experts.parameters()]
+    model = DistributedDataParallel(layer)
+    after = list(layer.experts.parameters())
+    (
+        torch.randn(2, B, T, D)[dist.get_rank()] * model(torch.randn(B, T, D))
+    ).sum().backward()
+    found = [all(map(torch.equal, after, before))]
+    assert len(after) == len(before) == 4
+    for mine in (after, [p.grad for p in after]):
+        of_rank_0 = [torch.as_tensor(t).detach().clone() for t in mine]
+        for tensor in of_rank_0:
+            dist.broadcast(tensor, 0)
+        found.append(all(map(torch.equal, mine, of_rank_0)))
+    return found
+
+
+def test_ddp_copies_rank_zeros_experts_and_averages_different_ones(
+    worker_pool: WorkerPool,
+) -> None:
+    found = worker_pool.run(wrapped_by_ddp)
+    assert found == [[True, True, True], [False, True, True]]
+
+
+# --- The script. ----------
+
+
+def lesson_output(outputs: list[str], dropped: int) -> None:
+    """Assert what the script says, on any number of ranks."""
+    n = len(outputs)
+    assert outputs[1:] == [""] * (n - 1)
+    lines = outputs[0].splitlines()
+    assert len(lines) == 7
+    assert lines[1] == "experts summed over copies      | gradients 0% wrong"
+    nbytes = re.findall(r"\[([\d, ]+)\]", lines[2])
+    given = [list(map(int, of_rank.split(", "))) for of_rank in nbytes]
+    assert len(given) == n
+    assert all(len(of_rank) == 4 for of_rank in given)
+    # Forward: there, back. Backward gives the same again: back's gradients, there's.
+    assert all(of_rank[:2] == of_rank[2:] for of_rank in given)
+    pairs = 2 * n * 4 * 32
+    assert sum(map(sum, given)) == 4 * (pairs - dropped) * 32 * 8
+    loads = []
+    for line in lines[3:6]:
+        *chosen, lost = map(int, re.findall(r"\d+", line.split("|")[1]))
+        assert len(chosen) == 4 and sum(chosen) == pairs
+        loads.append((max(chosen), lost))
+    fresh, without, with_loss = loads
+    assert fresh[1] == dropped
+    assert with_loss[0] < without[0] and with_loss[1] < without[1] / 2
+    assert (
+        lines[-1]
+        == "check: a gradient and 80 steps are one process's, bytes the formula's"
+    )
+
+
+@pytest.mark.smoke
+def test_experts_train_as_in_one_process(worker_pool: WorkerPool) -> None:
+    outputs = worker_pool.run(run_lesson, CHAPTER, "experts", timeout=60)
+    lesson_output(outputs, 48)
+    (wrong,) = re.findall(r"^experts averaged .* (\d+)% wrong$", outputs[0], re.M)
+    assert int(wrong) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["--expert-ranks=2"], []], ids=str)
+def test_experts_train_on_a_mesh(worker_pool: WorkerPool, words: list[str]) -> None:
+    run = functools.partial(worker_pool.run, world_size=4, timeout=120)
+    lesson_output(run(run_lesson, CHAPTER, "experts", *words), 106)
+
+
+def ending_with(fault: str) -> tuple[Any, str]:
+    """Run experts.py with one thing wrong; return its exit code and complaint."""
+    AllToAll, errors = mixture.AllToAll, io.StringIO()
+
+    def stays_here(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad.new_ones(sum(ctx.sent), grad.shape[1]), None, None, None
+
+    def forgets_division(model: nn.Module, copies: Any = None) -> None:
+        mixture.mean_gradients(model, copies)
+        for name, p in model.named_parameters():
+            if ".experts." in name:
+                p.grad = torch.as_tensor(p.grad) * dist.get_world_size()
+
+    def next_expert(probabilities: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        weights, chosen = probabilities.topk(k)
+        return weights / weights.sum(1, keepdim=True), (chosen + dist.get_rank()) % 4
+
+    def gives_more(layer: Any, rows: Tensor, counts: Tensor) -> Tensor:
+        padded = torch.cat([rows, rows])  # as if each row were sent twice
+        doubled = through(
+            layer, padded[torch.arange(len(rows)).repeat_interleave(2)], 2 * counts
+        )
+        return doubled[::2]
+
+    through = mixture.MixtureOfExperts.through_experts
+    faulty = functools.partial(mixture.MixtureOfExperts, capacity_factor=1.0)
+    faults: dict[str, tuple[Any, str, Any]] = {
+        "backward": (AllToAll, "backward", staticmethod(stays_here)),
+        "division": (experts, "mean_gradients", forgets_division),
+        "router": (mixture, "choose_experts", next_expert),
+        "capacity": (both, "MixtureOfExperts", faulty),
+        "bytes": (mixture.MixtureOfExperts, "through_experts", gives_more),
+    }
+    with (
+        contextlib.redirect_stderr(errors),
+        mock.patch.object(modules["ranks"], "leave"),
+        mock.patch.object(experts, "STEPS", 1),
+        mock.patch.object(*faults[fault]),
+    ):
+        try:
+            return 0, run_lesson(CHAPTER, "experts")
+        except SystemExit as end:
+            return end.code, errors.getvalue().strip()
+
+
+@pytest.mark.parametrize(
+    "fault", ["backward", "division", "router", "capacity", "bytes"]
+)
+def test_experts_gone_wrong_are_noticed(worker_pool: WorkerPool, fault: str) -> None:
+    ends = worker_pool.run(ending_with, fault)
+    assert [code for code, _ in ends] == [1, 1]
+    assert re.match(r"check failed on ranks \[0, 1\], not so: a gradient", ends[0][1])
+
+
+def refusal(*words: str) -> tuple[Any, str]:
+    """Start experts.py with options that it must refuse before it joins."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        try:
+            run_lesson(CHAPTER, "experts", *words)
+        except SystemExit as end:
+            return end.code, errors.getvalue()
+    return 0, ""
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--expert-ranks=3"], "of 1 ranks, 3 cannot share 4 experts; see --expert-r"),
+        (["--expert-ranks=5"], "argument --expert-ranks/--expert_ranks: '5' is no num"),
+    ],
+)
+def test_ranks_that_cannot_share_the_experts_are_refused(
+    worker_pool: WorkerPool, words: list[str], text: str
+) -> None:
+    ((code, said),) = worker_pool.run(refusal, *words, world_size=1)
+    assert code == 2 and len(said.splitlines()) == 1
+    assert said.startswith(f"experts.py: {text}")
+
+
+# --- The exercise. ----------
+
+
+class FlawedLayer(broken_experts.TwoExperts):
+    """The right layer, but for one flaw."""
+
+    def __init__(self, *parts: Any, flaw: str) -> None:
+        """Keep the flaw's name."""
+        super().__init__(*parts)
+        self.flaw = flaw
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, D) to something like (N, D)."""
+        y = super().forward(x)
+        weight, chosen = self.router(x).softmax(1).max(1)
+        rows = (y - x) / weight[:, None]
+        if self.flaw == "no residual":
+            return y - x
+        if self.flaw == "by expert":
+            return x + weight[:, None] * rows[chosen.argsort(stable=True)]
+        return rows[:3]
+
+
+def step_with(layer: Any, x: Tensor, labels: Tensor, optimizer: Any, flaw: str) -> None:
+    """Take a step in which gradients are averaged in a wrong way."""
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(layer(x), labels).backward()
+    for p in layer.router.parameters():
+        if flaw != "own router":
+            dist.all_reduce(p.grad, dist.ReduceOp.AVG)
+    for p in layer.expert.parameters():
+        if flaw == "mean of experts":
+            dist.all_reduce(p.grad, dist.ReduceOp.AVG)
+        if flaw == "a quarter":
+            p.grad /= 4
+    if flaw != "no step":
+        optimizer.step()
+
+
+OTHERS = "the outputs are not those of one process"
+HINTS = {
+    "no residual": OTHERS,
+    "by expert": "the results lie by expert, and not in the order in which the tok",
+    "three rows": "the layer returns torch.Size([3, 4]), not (N, D)",
+    "own router": "the router has moved by this rank's tokens only",
+    "mean of experts": "this rank's expert has moved by the mean of two experts' grad",
+    "not divided": "this rank's expert has moved 2 times as far as in one process",
+    "a quarter": "this rank's expert has not moved as in one process",
+    "no step": "the router has not moved as in one process",
+}
+
+
+def tell_experts() -> list[str]:
+    """Let the checker try the stub, the answer, and answers with a flaw."""
+    stub, checker = CHECKERS["broken_experts"], CHECKERS["check_broken_experts"]
+    right = broken_experts.TwoExperts
+    answers = [
+        (stub.TwoExperts, stub.train_experts),
+        (right, broken_experts.train_experts),
+        (right, stub.train_experts),
+    ]
+    for number, flaw in enumerate(HINTS):
+        layer = functools.partial(FlawedLayer, flaw=flaw) if number < 3 else right
+        answers.append((layer, functools.partial(step_with, flaw=flaw)))
+    return [checker.try_experts(answer) for answer in answers]
+
+
+def test_broken_experts_are_told_what_is_wrong(worker_pool: WorkerPool) -> None:
+    told = worker_pool.run(tell_experts)
+    due = ["it ended with: Split sizes doesn't match total dim 0 size", ""]
+    due += [HINTS["mean of experts"], *HINTS.values()]
+    assert len(told) == 2 and len(due) == 11
+    for of_rank in told:
+        cut = [text[: len(d)] or text for text, d in zip(of_rank, due, strict=True)]
+        assert cut == due

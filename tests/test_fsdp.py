@@ -1,0 +1,638 @@
+"""Chapter 06: DTensors, FSDP2 and distributed checkpoints, held against one process."""
+
+import contextlib
+import functools
+import io
+import re
+import types
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from launch import ROOT, clean_environment, torchrun
+from lessons import in_the_pool, run_lesson
+from scripts import load_chapter
+from tiny_gpt import write_text
+from worker_pool import WorkerPool
+
+CHAPTER, DDP = "06_fsdp", "03_ddp_torchrun"
+SETTINGS, CHECKPOINTS = f"{CHAPTER}/settings", f"{CHAPTER}/checkpoints"
+# A model and an epoch that take milliseconds: 48 samples of 16 bytes.
+TINY = ["--layers=2", "--width=16", "--heads=2", "--block-size=16", "--samples=48"]
+FLOAT64 = torch.float64
+
+# @record, around main(), has faulthandler write to a stderr that pytest has taken.
+pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+
+
+@pytest.fixture(scope="module")
+def worker_pool(worker_pool: WorkerPool) -> Any:
+    """Return the session's pool, with time to import what FSDP needs."""
+    run = functools.partial(worker_pool.run, timeout=90)
+    return types.SimpleNamespace(run=run)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a text to train on."""
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+def ending(folder: str, script: str, **faults: Any) -> tuple[Any, str]:
+    """Run a lesson with some of its parts replaced; return exit code and last line."""
+    lesson, errors = load_chapter(folder)[script], io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stderr(errors))
+        # A check that fails leaves the group, which is the pool's.
+        ranks = load_chapter(folder)["ranks"]
+        stack.enter_context(mock.patch.object(ranks, "leave"))
+        for name, fault in faults.items():
+            stack.enter_context(mock.patch.object(lesson, name, fault))
+        try:
+            return 0, (run_lesson(folder, script).splitlines() or [""])[-1]
+        except SystemExit as end:
+            return end.code, errors.getvalue().strip()
+
+
+def assert_failed(ends: list[tuple[Any, str]], claim: str) -> None:
+    """Assert that the check of a lesson was red on every rank."""
+    assert [status for status, _ in ends] == [1] * len(ends)
+    said = ends[0][1].splitlines()[-1]  # above it there may be a warning
+    assert re.match(rf"check failed on ranks \[.+\], not so: {claim}", said), ends
+
+
+# --- DTensor. ----------
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+def test_changes_of_placement_are_collectives(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    outputs = worker_pool.run(run_lesson, CHAPTER, "dtensor", world_size=world_size)
+    lines = outputs[0].splitlines()
+    rows = {2: [3, 3], 3: [2, 2, 2], 4: [2, 2, 2, 0]}[world_size]
+    shapes = [(n, 4) for n in rows]
+    placed = f"shape (6, 4), placed (Shard(dim=0),), on ranks {shapes}"
+    assert lines[0] == placed
+    assert len(lines) == 9 and outputs[1:] == [""] * (world_size - 1)
+    found = {tuple(re.split(r" +(?:->|\|) +", line)) for line in lines[1:6]}
+    assert found == {
+        ("Shard(dim=0)", "Replicate()", "1 all_gather_into_tensor"),
+        ("Replicate()", "Shard(dim=0)", "none"),
+        ("Shard(dim=0)", "Shard(dim=1)", "1 all_gather_into_tensor"),
+        ("Partial(sum)", "Replicate()", "1 all_reduce"),
+        ("Partial(sum)", "Shard(dim=0)", "1 reduce_scatter_tensor"),
+    }
+    assert lines[6].endswith("| 1 all_gather_into_tensor, 1 reduce_scatter_tensor")
+    assert lines[7] == f"its gradient | placed (Shard(dim=0),), on ranks {shapes}"
+    assert lines[8] == "check: 5 tensors and a gradient are one process's"
+
+
+def local_gradient(inputs: torch.Tensor, weight: DTensor) -> torch.Tensor:
+    """Forget that the gradients of the ranks are terms of a sum."""
+    return inputs @ weight.full_tensor().detach().t() + weight.full_tensor().sum() * 0
+
+
+def wrong_rows(inputs: torch.Tensor, weight: DTensor) -> torch.Tensor:
+    """Take the rows of the weight in another order."""
+    return inputs @ weight.full_tensor().flip(0).t().pow(1)
+
+
+@pytest.mark.parametrize("fault", [local_gradient, wrong_rows])
+def test_dtensor_notices_a_wrong_layer(worker_pool: WorkerPool, fault: Any) -> None:
+    ends = worker_pool.run(ending_with_linear, fault.__name__)
+    assert_failed(ends, "5 tensors and a gradient are one process's")
+
+
+def ending_with_linear(name: str) -> tuple[Any, str]:
+    """Run dtensor.py with another layer."""
+    return ending(CHAPTER, "dtensor", sharded_linear=globals()[name])
+
+
+# --- train.py. ----------
+
+
+def run_train(chapter: str, sgd: bool, *words: str, stop_at: int = 0) -> str:
+    """Be a rank of a chapter's train.py in float64; return what it printed.
+
+    By SGD a wrong factor in the gradient is seen; AdamW nearly hides it. A run that is
+    to stop is interrupted after the checkpoint of a step.
+    """
+    train, output = load_chapter(chapter)["train"], io.StringIO()
+    torch.set_default_dtype(FLOAT64)
+
+    def plain_sgd(parameters: Any, lr: float, **_: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr, momentum=0.9)
+
+    class Stop(BaseException):
+        pass
+
+    save = train.checkpoint.TrainingState.save
+
+    def save_and_stop(run: Any, *rest: Any) -> None:
+        save(run, *rest)
+        if run.step == stop_at:
+            dist.barrier()
+            raise Stop
+
+    with (
+        in_the_pool(train.ranks, *words),
+        mock.patch.object(train.checkpoint.TrainingState, "save", save_and_stop),
+        mock.patch.object(
+            torch.optim, "AdamW", plain_sgd if sgd else torch.optim.AdamW
+        ),
+        # Two hundred forward passes for a text that nobody reads here.
+        mock.patch.object(train.GPT, "generate", lambda *_, **__: ""),
+        contextlib.redirect_stdout(output),
+        contextlib.suppress(Stop),
+    ):
+        train.main(train.ranks.read_options(**train.OPTIONS))
+    return output.getvalue()
+
+
+def words_for(text: Path, path: Path, ranks: int, parts: int = 1) -> list[str]:
+    """Return a command line by which each number of ranks takes the same steps."""
+    words = [*TINY, "--max-epochs=3", "--lr=0.03", f"--text={text}"]
+    words += [f"--batch-size={12 // ranks // parts}", f"--grad-accum-steps={parts}"]
+    return [*words, f"--checkpoint={path}", "--checkpoint-every=3"]
+
+
+def largest_difference(one: Any, other: Any) -> float:
+    """Compare two checkpoints: the weights and the optimizer's state."""
+    pairs = [
+        (one["model"][name], other["model"][name])
+        for name in one["model"] | other["model"]
+    ]
+    states = [c["training"]["optimizer"]["state"] for c in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for number in states[0]:
+        assert states[0][number].keys() == states[1][number].keys()
+        pairs += [(v, states[1][number][k]) for k, v in states[0][number].items()]
+    pairs = [pair for pair in pairs if isinstance(pair[0], torch.Tensor)]
+    assert len(pairs) > 30
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def load(path: Path) -> Any:
+    """Read a checkpoint."""
+    return torch.load(path, weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def alone(
+    worker_pool: WorkerPool, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[bool, Any]:
+    """Return the checkpoints of chapter 03's training on one rank, by the optimizer."""
+    found = {}
+    for sgd in (True, False):
+        path = tmp_path_factory.mktemp("alone") / "gpt.pt"
+        words = words_for(text, path, 1)
+        worker_pool.run(run_train, DDP, sgd, *words, world_size=1, timeout=60)
+        found[sgd] = load(path)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parts", "sgd"),
+    [(2, 3, True), (3, 2, False), (4, 1, True)],
+)
+def test_training_is_that_of_one_process(
+    worker_pool: WorkerPool,
+    text: Path,
+    tmp_path: Path,
+    alone: dict[bool, Any],
+    ranks: int,
+    parts: int,
+    sgd: bool,
+) -> None:
+    path = tmp_path / "gpt.pt"
+    words = words_for(text, path, ranks, parts)
+    outputs = worker_pool.run(
+        run_train, CHAPTER, sgd, *words, world_size=ranks, timeout=60
+    )
+    found = load(path)
+    assert largest_difference(found, alone[sgd]) < 1e-12
+    assert found["training"]["step"] == alone[sgd]["training"]["step"] == 12
+    start = f"check: {ranks} rank(s) hold the same bits, and a gradient "
+    assert re.search(re.escape(start) + r"\de-1[3-8] from one", outputs[0]), outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "ranks", "then", "more_ranks", "limit"),
+    [
+        pytest.param(CHAPTER, 3, CHAPTER, 3, 0.0, marks=pytest.mark.slow),
+        pytest.param(CHAPTER, 2, CHAPTER, 4, 1e-12, marks=pytest.mark.slow),
+        (DDP, 2, CHAPTER, 3, 1e-12),
+        pytest.param(CHAPTER, 3, DDP, 2, 1e-12, marks=pytest.mark.slow),
+    ],
+)
+def test_run_resumes_on_other_ranks_and_in_the_other_chapter(
+    worker_pool: WorkerPool,
+    text: Path,
+    tmp_path: Path,
+    alone: dict[bool, Any],
+    first: str,
+    ranks: int,
+    then: str,
+    more_ranks: int,
+    limit: float,
+) -> None:
+    path, whole = tmp_path / "gpt.pt", alone[False]
+    if limit == 0:  # every bit is that of a run on as many ranks without interruption
+        words = words_for(text, tmp_path / "whole.pt", ranks)
+        worker_pool.run(run_train, then, False, *words, world_size=ranks, timeout=60)
+        whole = load(tmp_path / "whole.pt")
+    words = words_for(text, path, ranks)
+    worker_pool.run(stopped_train, first, words, world_size=ranks, timeout=60)
+    assert load(path)["training"]["step"] == 6
+    outputs = worker_pool.run(
+        run_train,
+        then,
+        False,
+        *words_for(text, path, more_ranks),
+        world_size=more_ranks,
+        timeout=60,
+    )
+    assert f"resuming from {path}, step 6, global batch size 12" in outputs[0]
+    found = load(path)
+    assert found["training"]["step"] == 12
+    assert largest_difference(found, whole) <= limit
+
+
+def stopped_train(chapter: str, words: list[str]) -> str:
+    """Be a rank of a run that ends at its sixth step."""
+    return run_train(chapter, False, *words, stop_at=6)
+
+
+def broken_train(fault: str, *words: str) -> tuple[Any, str]:
+    """Be a rank of a run of which one part is broken; return how it ends."""
+    train, errors = load_chapter(CHAPTER)["train"], io.StringIO()
+    real_error = train.data.gradient_error
+
+    def local(model: Any, plain: Any, dataset: Any) -> float:
+        model.set_gradient_divide_factor(1.0)
+        return real_error(model, plain, dataset)
+
+    def moved(model: Any, plain: Any, dataset: Any) -> float:
+        with torch.no_grad():
+            next(model.parameters()).to_local().mul_(1.5)
+        return real_error(model, plain, dataset)
+
+    fake = {"sum for mean": local, "other weights": moved}[fault]
+    with (
+        contextlib.redirect_stderr(errors),
+        mock.patch.object(train.data, "gradient_error", fake),
+        mock.patch.object(train.ranks, "leave"),
+    ):
+        try:
+            run_train(CHAPTER, False, *words)
+        except SystemExit as end:
+            return end.code, errors.getvalue().strip()
+    return 0, ""
+
+
+@pytest.mark.parametrize("fault", ["sum for mean", "other weights"])
+def test_train_notices_a_gradient_that_is_not_one_processs(
+    worker_pool: WorkerPool, text: Path, tmp_path: Path, fault: str
+) -> None:
+    words = [*words_for(text, tmp_path / "gpt.pt", 2), "--max-steps=1"]
+    ends = worker_pool.run(broken_train, fault, *words, timeout=60)
+    assert_failed(ends, r"2 rank\(s\) hold the same bits, and a gradient")
+
+
+# --- From the meta device. ----------
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_shards_are_drawn_as_one_process_draws(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    outputs = worker_pool.run(run_lesson, CHAPTER, "meta_init", world_size=world_size)
+    output = outputs[0]
+    assert re.findall(r"(\d+) of (\d+) parameters are", output) == [
+        ("26", "64"),  # the norms
+        ("64", "64"),
+    ]
+    assert re.findall(r"weight are equal: (\w+)", output) == ["True", "False"]
+    model, largest = map(
+        number_in, re.findall(r"model: (\S+) .* (\S+)$", output, re.M)[0]
+    )
+    for kept, peak in re.findall(r"rank 0: (\S+) kept, (\S+) at", output):
+        assert number_in(kept) == pytest.approx(model / world_size, rel=0.02)
+        assert number_in(peak) <= number_in(kept) + 2 * largest < model
+    assert output.splitlines()[-1].startswith("check: 64 parameters, drawn")
+
+
+def number_in(text: str) -> int:
+    """Read a whole number with commas in it."""
+    return int(text.strip(",").replace(",", ""))
+
+
+def ending_of_meta(fault: str) -> tuple[Any, str]:
+    """Run meta_init.py with a part that is wrong."""
+    lesson = load_chapter(CHAPTER)["meta_init"]
+    real = lesson.draw_weights
+
+    def own_seed(model: Any) -> None:
+        torch.manual_seed(dist.get_rank())
+        real(model)
+
+    def without_reset(model: Any) -> None:
+        model.init_weights()
+
+    return ending(
+        CHAPTER,
+        "meta_init",
+        draw_weights={"own seed": own_seed, "no reset": without_reset}[fault],
+    )
+
+
+@pytest.mark.parametrize("fault", ["own seed", "no reset"])
+def test_meta_init_notices_other_values(worker_pool: WorkerPool, fault: str) -> None:
+    ends = worker_pool.run(ending_of_meta, fault)
+    assert_failed(ends, r"\d+ parameters, drawn in shards, are")
+
+
+# --- Checkpoints. ----------
+
+
+PLACES = ("by 3 ranks", "by 1 process", "from 1 file")
+
+
+def test_sharded_checkpoint_is_loaded_on_any_number_of_ranks(
+    worker_pool: WorkerPool,
+) -> None:
+    outputs = worker_pool.run(run_lesson, CHAPTER, "sharded_checkpoint", world_size=3)
+    lines = outputs[0].splitlines()
+    assert lines[0] == "saved by 2 ranks: .metadata, __0_0.distcp, __1_0.distcp"
+    assert len(lines) == 5
+    for place, line in zip(PLACES, lines[1:4], strict=True):
+        assert re.fullmatch(rf"loaded {place} +\| .* (0e\+00|\de-1\d) apart", line)
+    assert lines[4].startswith("check: model and optimizer resume alike")
+    assert outputs[1:] == ["", ""]
+
+
+def ending_of_checkpoint(fault: str) -> tuple[Any, str]:
+    """Run sharded_checkpoint.py without a part of the state."""
+    stateful = load_chapter(CHAPTER)["stateful"]
+    real = stateful.set_state_dict
+
+    def forget(model: Any, optimizer: Any, **states: Any) -> Any:
+        if fault == "no weights":
+            states["model_state_dict"] = {}
+            states["options"] = StateDictOptions(strict=False)
+            return real(model, optimizer, **states)
+        result = real(model, optimizer, **states)
+        optimizer.state.clear()
+        return result
+
+    with mock.patch.object(stateful, "set_state_dict", forget):
+        return ending(CHAPTER, "sharded_checkpoint")
+
+
+@pytest.mark.parametrize("fault", ["no weights", "no optimizer"])
+def test_checkpoint_without_a_part_is_noticed(
+    worker_pool: WorkerPool, fault: str
+) -> None:
+    ends = worker_pool.run(ending_of_checkpoint, fault, world_size=3)
+    assert_failed(ends, "model and optimizer resume alike")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_state_dict_is_what_the_table_says(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    outputs = worker_pool.run(
+        run_lesson, CHECKPOINTS, "state_dicts", world_size=world_size
+    )
+    lines = outputs[0].splitlines()
+    assert lines[-1] == "check: 7 state dicts loaded, and equal to the last bit"
+    rows = [re.split(r" +\| +", line) for line in lines[:-1]]
+    assert len(rows) == 7
+    for name, kind, on_rank_0, on_rank_1 in rows:
+        numbers = number_in(on_rank_0), number_in(on_rank_1)
+        assert kind == ("whole" if "FULL" in name or "TO_RANK" in name else "shards")
+        if "TO_RANK_0" in name:
+            assert numbers[1] == 0 < numbers[0]
+        else:
+            assert numbers[0] == pytest.approx(numbers[1], rel=0.05)
+    whole = {row[0]: number_in(row[2]) for row in rows}
+    shards = whole["get_model_state_dict"]
+    assert whole["model.state_dict()"] == shards
+    assert whole["get_model_state_dict, FULL"] == pytest.approx(
+        world_size * shards, rel=0.05
+    )
+
+
+def test_save_in_the_background_holds_the_weights_of_its_call(
+    worker_pool: WorkerPool,
+) -> None:
+    outputs = worker_pool.run(run_lesson, CHECKPOINTS, "async_checkpoint")
+    lines = outputs[0].splitlines()
+    assert re.fullmatch("step 2 was taken before .*: (True|False)", lines[0])
+    assert ".metadata" not in lines[1] and "__0_0.distcp" in lines[1]
+    assert lines[2] == "the newest that is whole: step_1"
+    assert lines[3] == "check: loaded: the weights at the call, to the last bit"
+
+
+def ending_of_async(fault: str) -> tuple[Any, str]:
+    """Run async_checkpoint.py with a part that is wrong."""
+    lesson = load_chapter(CHECKPOINTS)["async_checkpoint"]
+
+    def newest(folder: Path) -> Path:
+        return max(folder.glob("step_*"))
+
+    def late(training: Any, folder: Path, number: int, group: Any, *writer: Any) -> Any:
+        """Save when the next step has been taken."""
+        if number == 1:
+            torch.manual_seed(1)
+            tokens = torch.randint(256, (lesson.SAMPLES, lesson.BLOCK_SIZE + 1))
+            mesh = next(training.model.parameters()).device_mesh
+            lesson.step(training, tokens, mesh)
+        return lesson_save(training, folder, number, group, *writer)
+
+    lesson_save = lesson.save_in_background
+    faults = {
+        "any folder": {"newest_whole": newest},
+        "late": {"save_in_background": late},
+    }
+    try:
+        return ending(CHECKPOINTS, "async_checkpoint", **faults[fault])
+    except Exception as error:
+        return 1, f"{type(error).__name__}: {error}"
+
+
+def test_save_of_later_weights_is_noticed(worker_pool: WorkerPool) -> None:
+    ends = worker_pool.run(ending_of_async, "late")
+    assert_failed(ends, "loaded: the weights at the call")
+
+
+# --- Settings. ----------
+
+
+@pytest.mark.parametrize(
+    ("fault", "claim"),
+    [
+        ("wrong dtype", "shards and gradients are float32"),
+        ("no policy", "shards and gradients are float32"),
+    ],
+)
+def test_mixed_precision_notices(
+    worker_pool: WorkerPool, fault: str, claim: str
+) -> None:
+    assert_failed(worker_pool.run(ending_of_mixed, fault), claim)
+
+
+def ending_of_mixed(fault: str) -> tuple[Any, str]:
+    """Run mixed_precision.py with policies that do not what they say."""
+    lesson = load_chapter(SETTINGS)["mixed_precision"]
+    real = lesson.fully_shard
+
+    def shard(module: Any, **settings: Any) -> Any:
+        if fault == "no policy":
+            settings.pop("mp_policy")
+        else:
+            module.bfloat16()
+        return real(module, **settings)
+
+    return ending(SETTINGS, "mixed_precision", fully_shard=shard)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from async_checkpoint import save_in_background
+from ranks import join
+from sharded_checkpoint import BLOCK_SIZE, SAMPLES, new_training, step
+
+moment, folder = sys.argv.pop(), Path(sys.argv.pop())
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Killed(dcp.FileSystemWriter):
+    def write_data(self, plan, planner):
+        if moment == "before rank 1 writes" and dist.get_rank() == 1:
+            die()
+        return super().write_data(plan, planner)
+
+    def finish(self, metadata, results):
+        if moment == "before the metadata":
+            die()
+        super().finish(metadata, results)
+
+mesh = init_device_mesh(join().type, (2,))
+group = dist.new_group(backend="gloo")
+torch.manual_seed(0)
+tokens = torch.randint(256, (SAMPLES, BLOCK_SIZE + 1))
+training = new_training(torch.device("cpu"), mesh)
+weights = step(training, tokens, mesh)
+if dist.get_rank() == 0:
+    torch.save(weights, folder / "weights.pt")
+save_in_background(training, folder, 1, group).result()
+step(training, tokens, mesh)
+save_in_background(training, folder, 2, group, Killed).result()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before rank 1 writes", "before the metadata"])
+def test_killed_while_it_writes_the_older_checkpoint_is_whole(
+    tmp_path: Path, moment: str
+) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    environment = clean_environment(PYTHONPATH=str(ROOT / CHECKPOINTS))
+    result = torchrun(script, folder, moment, env=environment)
+    assert result.returncode != 0 and "SIGKILL" in result.output
+    assert (folder / "step_2").is_dir()
+    modules = load_chapter(CHECKPOINTS)
+    newest = modules["async_checkpoint"].newest_whole(folder)
+    assert newest == folder / "step_1"
+    training = modules["sharded_checkpoint"].new_training(torch.device("cpu"))
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load({"run": training}, checkpoint_id=newest)
+    loaded = torch.cat([w.flatten() for w in training.model.state_dict().values()])
+    assert torch.equal(loaded, torch.load(folder / "weights.pt", weights_only=True))
+
+
+def first_rows_on_rank_1() -> list[float]:
+    """Shard a layer that each rank fills with its own number; return all of it."""
+    layer = torch.nn.Linear(1, 4, bias=False)
+    torch.nn.init.constant_(layer.weight, float(dist.get_rank()))
+    fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return layer.weight.full_tensor().flatten().tolist()  # type: ignore[operator]
+
+
+def test_fully_shard_broadcasts_nothing(worker_pool: WorkerPool) -> None:
+    results = worker_pool.run(first_rows_on_rank_1)
+    assert results == [[0.0, 0.0, 1.0, 1.0]] * 2
+
+
+@pytest.mark.slow  # the page shows the same table, and its block is a test
+def test_settings_cost_what_the_table_says(worker_pool: WorkerPool) -> None:
+    outputs = worker_pool.run(
+        run_lesson, SETTINGS, "memory_and_messages", world_size=4, timeout=60
+    )
+    lines = outputs[0].splitlines()
+    rows = {}
+    for line in lines[1:9]:
+        name, calls, *numbers = re.split(r" +\| +", line)
+        counts = [int(count) for count in calls.split(" + ")]
+        rows[name] = (counts, *(float(number) for number in numbers))
+    assert len(rows) == 8 and lines[-1].startswith("check: 8 settings, one gradient")
+    counts = {name: row[0] for name, row in rows.items()}
+    assert counts == {
+        "blocks and root": [13, 7, 0],
+        "root alone": [1, 1, 0],
+        "reshard: never": [7, 7, 0],
+        "reshard: root too": [14, 7, 0],
+        "reshard: to 2 ranks": [14, 7, 0],
+        "prefetch 2 blocks": [13, 7, 0],
+        "activation checkpointing": [13, 7, 0],
+        "replicas: 2 x 2": [13, 7, 7],
+    }
+    default, never = rows["blocks and root"], rows["reshard: never"]
+    sent, kept, peak, work = range(1, 5)
+    assert never[sent] == rows["root alone"][sent] == pytest.approx(6, rel=0.02)
+    assert never[sent] < rows["reshard: to 2 ranks"][sent] < default[sent] < 9
+    assert rows["replicas: 2 x 2"][kept] == 2 * default[kept] == 4
+    assert default[peak] < never[peak] < rows["root alone"][peak]
+    assert default[peak] < rows["reshard: to 2 ranks"][peak] < never[peak]
+    assert default[peak] < rows["prefetch 2 blocks"][peak]
+    recompute = rows["activation checkpointing"]
+    assert recompute[peak] < default[peak]
+    # Not a third more: what no gradient needs is not computed again.
+    assert recompute[work] / default[work] == pytest.approx(1.22, abs=0.02)
+
+
+def test_mixed_precision_gathers_half_and_autocast_all(
+    worker_pool: WorkerPool,
+) -> None:
+    output = worker_pool.run(run_lesson, SETTINGS, "mixed_precision")[0]
+    found = re.findall(r"(\d) x (\S+) +\| torch\.(\S+) \| (\S+) bytes", output)
+    full = [("5", "all-gather", "float32"), ("3", "reduce-scatter", "float32")]
+    half = [("5", "all-gather", "bfloat16"), ("3", "reduce-scatter", "bfloat16")]
+    assert [row[:3] for row in found] == full * 2 + half + [half[0], full[1]]
+    each = [float(row[3]) for row in found]
+    assert each[1::2] == [4.0, 4.0, 2.0, 4.0]
+    assert each[0] == each[2] == pytest.approx(2 * each[4], abs=0.02)
+    losses = re.findall(r"the loss is torch\.(\S+): (\S+)", output)
+    assert [dtype for dtype, _ in losses] == ["float32"] * 2 + ["bfloat16"] * 2
+    exact, autocast, low, _ = (float(loss) for _, loss in losses)
+    assert abs(autocast - exact) < 5e-4 < abs(low - exact) < 0.02

@@ -1,0 +1,572 @@
+"""Chapter 09: the axes of a mesh, and a GPT trained on three of them at once."""
+
+import contextlib
+import io
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from launch import ROOT, python
+from lessons import in_the_pool
+from scripts import load_chapter
+from worker_pool import WorkerPool
+
+CHAPTER = "09_one_mesh"
+modules: dict[str, Any] = load_chapter(CHAPTER)
+mesh, train, gpt = (modules[name] for name in ("mesh", "train", "gpt_on_mesh"))
+members = modules["groups_of_a_rank"].members
+AXES = ("data", "pipeline", "tensor")
+
+
+def ending(
+    script: str, words: list[str], faults: list[tuple[Any, str, Any]]
+) -> tuple[Any, str, str]:
+    """Be a rank of a lesson with parts replaced; return status, output and errors."""
+    module, said, errors = modules[script], io.StringIO(), io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(said))
+        stack.enter_context(contextlib.redirect_stderr(errors))
+        stack.enter_context(in_the_pool(module, *words))
+        # A failed check leaves the group, which is the pool's.
+        stack.enter_context(mock.patch.object(modules["ranks"], "leave"))
+        for owner, name, fault in faults:
+            stack.enter_context(mock.patch.object(owner, name, fault))
+        try:
+            module.main()
+        except SystemExit as end:
+            return end.code, said.getvalue(), errors.getvalue()
+    return 0, said.getvalue(), errors.getvalue()
+
+
+def sized(*lengths: int) -> list[str]:
+    """Return the options for so many ranks along data, pipeline and tensor."""
+    return [f"--{axis}={n}" for axis, n in zip(AXES, lengths, strict=True)]
+
+
+# --- Who is in a group with whom. ----------
+
+
+@pytest.mark.parametrize("lengths", [(2, 2, 1, 2), (3, 4, 2, 5), (1, 3, 4, 2)])
+def test_arithmetic_is_that_of_an_array(lengths: tuple[int, ...]) -> None:
+    sizes = dict(zip(mesh.AXES, lengths, strict=True))
+    grid = torch.arange(torch.Size(lengths).numel()).view(lengths)
+    seen = 0
+    for rank, place in enumerate(itertools.product(*map(range, lengths))):
+        lines = [(*place[:i], slice(None), *place[i + 1 :]) for i in range(4)]
+        groups = [members(rank, sizes, axis) for axis in mesh.AXES]
+        assert groups == [grid[line].tolist() for line in lines]
+        plane = grid[:, place[1], :, place[3]].flatten().tolist()
+        assert members(rank, sizes, "data", "context") == plane
+        pairs = itertools.combinations(map(set, groups), 2)
+        assert [one & other for one, other in pairs] == [{rank}] * 6
+        seen += 1
+    assert seen == grid.numel()
+
+
+def test_groups_of_two_axes_share_one_rank_or_none() -> None:
+    sizes = {"data": 2, "pipeline": 2, "context": 1, "tensor": 2}
+    found = {
+        axis: {frozenset(members(rank, sizes, axis)) for rank in range(8)}
+        for axis in AXES
+    }
+    shared = [
+        len(one & other)
+        for a, b in itertools.combinations(AXES, 2)
+        for one in found[a]
+        for other in found[b]
+    ]
+    # With a third axis, half of the pairs do not meet.
+    assert sorted(set(shared)) == [0, 1] and sum(shared) == len(shared) / 2 == 24
+
+
+REPORT = """\
+rank 37 of 2,048: data 0, pipeline 2, context 0, tensor 5
+tensor, 8 ranks: 32 33 ... 39
+    same layers, same tokens; all-reduce activations, 4 times a block
+context, 2 ranks: 37 45
+    same weights, same samples, other tokens; send keys and values
+pipeline, 16 ranks: 5 21 ... 245
+    same tokens, other layers; send activations and their gradients
+data, 8 ranks: 37 293 ... 1829
+    same weights, other samples; reduce gradients, shard by ZeRO or FSDP
+data x context, 16 ranks: 37 45 ... 1837
+    same weights, other tokens; reduce gradients, shard by ZeRO or FSDP
+expert, 8 ranks: 37 45 ... 813
+    other experts, else the same weights; send tokens there and back
+copies of the experts, 2 ranks: 37 1061
+    same experts; reduce their gradients
+check: an axis's groups hold every rank once; two axes' groups share one at most
+"""
+
+
+@pytest.mark.smoke
+def test_one_process_tells_a_rank_of_thousands() -> None:
+    words = ["--data=8", "--pipeline=16", "--context=2", "--tensor=8", "--expert=8"]
+    result = python(ROOT / CHAPTER / "mesh.py", *words, "--rank=37", timeout=60)
+    assert (result.returncode, result.stdout) == (0, REPORT), result.stderr
+
+
+@pytest.mark.slow
+def test_one_process_notices_groups_that_are_not_pytorchs() -> None:
+    code = (
+        "import sys; sys.argv = ['mesh.py']; import groups_of_a_rank as groups, mesh; "
+        "right = groups.members; "
+        "groups.members = lambda r, s, *a: right(r, dict(reversed(s.items())), *a); "
+        "mesh.main()"
+    )
+    result = python("-c", code, cwd=ROOT / CHAPTER, timeout=60)
+    assert result.returncode == 2
+    claim = "an axis's groups hold every rank once; two axes' groups share one at most"
+    assert f"not so: {claim}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rank", "group"),
+    [
+        ((1, 2, 1, 2), 2, "pipeline, 2 ranks: 0 2"),
+        ((2, 1, 2, 1), 3, "data x context, 4 ranks: 0 1 2 3"),
+        ((1, 1, 1, 3), 1, "tensor, 3 ranks: 0 1 2"),
+    ],
+)
+def test_ranks_all_gather_their_groups(
+    worker_pool: WorkerPool, lengths: tuple[int, ...], rank: int, group: str
+) -> None:
+    words = [f"--{axis}={n}" for axis, n in zip(mesh.AXES, lengths, strict=True)]
+    n = torch.Size(lengths).numel()
+    ends = worker_pool.run(ending, "mesh", [*words, f"--rank={rank}"], [], world_size=n)
+    assert [status for status, _, _ in ends] == [0] * n
+    assert ends[0][1].endswith("two axes' groups share one at most\n")
+    told = ends[rank][1].splitlines()
+    assert told[0].startswith(f"rank {rank} of {n}: data ") and group in told
+
+
+def gathered_over_two_axes() -> tuple[Any, ...]:
+    """Use the calls that the page names on 1 x 2 x 2 ranks."""
+    whole = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES)
+    flat = whole["data", "tensor"]._flatten("stage")
+    with pytest.warns(UserWarning, match="Users need to bookkeep the flattened mesh"):
+        assert whole["stage"].size() == 4 // 2
+    ranks = [
+        modules["ranks"].gather(dist.get_rank(), group)
+        for group in (whole["tensor"].get_group(), flat.get_group())
+    ]
+    return whole.get_coordinate(), whole.get_local_rank("pipeline"), ranks
+
+
+def test_calls_of_a_mesh(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(gathered_over_two_axes, world_size=4)
+    assert found == [
+        ((0, p, t), p, [[2 * p, 2 * p + 1]] * 2) for p in (0, 1) for t in (0, 1)
+    ]
+
+
+def other_order(device: str, sizes: dict[str, int]) -> Any:
+    """Make the mesh as if the first axis varied fastest."""
+    turned = dict(reversed(sizes.items()))
+    whole = init_device_mesh(
+        device, tuple(turned.values()), mesh_dim_names=tuple(turned)
+    )
+    groups = {axis: whole[axis].get_group() for axis in sizes}
+    return whole, {**groups, mesh.BATCH: groups["data"]}
+
+
+def run_in_other_order() -> tuple[Any, str, str]:
+    """Be a rank of mesh.py whose last axis does not vary fastest."""
+    return ending("mesh", ["--pipeline=1"], [(mesh, "make_mesh", other_order)])
+
+
+def test_mesh_of_another_order_is_noticed(worker_pool: WorkerPool) -> None:
+    ends = worker_pool.run(run_in_other_order, world_size=4)
+    assert [status for status, _, _ in ends] == [1] * 4
+    claim = "an axis's groups hold every rank once; two axes' groups share one at most"
+    assert f"check failed on ranks [0, 1, 2, 3], not so: {claim}" in ends[0][2]
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "complaint"),
+    [
+        ("mesh", ["--rank=8"], "8 ranks: too many, or none of them is rank 8"),
+        ("mesh", ["--data=65536", "--tensor=65536"], "too many"),
+        ("mesh", ["--expert=3"], "data x context does not divide into groups of 3"),
+        ("train", sized(3, 2, 2), "two axes or three have 2 or 4 ranks"),
+        ("train", sized(4, 1, 1), "two axes or three have 2 or 4 ranks"),
+        ("train", sized(2, 2, 8), "'8' is no number from 1 to 4"),
+    ],
+)
+def test_impossible_sizes_are_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], script: str, words: list[str], complaint: str
+) -> None:
+    status, _, errors = ending(script, words, [])
+    assert status == 2 and complaint in errors
+    assert errors.count("\n") == 1 and not dist.is_initialized()
+
+
+# --- Three axes at once. ----------
+
+SHAPES = [(1, 2, 2), (2, 1, 2), (2, 2, 1)]
+NUMBERS: dict[tuple[int, ...], tuple[int, int]] = {
+    (1, 2, 2): (58880, 57984),
+    (2, 1, 2): (58432, 58432),
+    (2, 2, 1): (58624, 57664),
+}
+# Of the first rank and of the last: calls on each axis, and bytes of whole messages.
+CALLS: dict[tuple[int, ...], list[dict[str, tuple[int, int]]]] = {
+    (2, 1, 2): [
+        {
+            "data all-gather": (5, 934_912),
+            "data reduce-scatter": (5, 934_912),
+            "data x tensor all-reduce": (1, 360),
+            "tensor all-gather": (4, 524_288),
+            "tensor all-reduce": (76, 2_424_832),
+        }
+    ]
+    * 2,
+    (2, 2, 1): [
+        {
+            "data all-gather": (3, nbytes),
+            "data reduce-scatter": (3, nbytes),
+            "data x tensor all-reduce": (1, norms),
+            "pipeline all-reduce": (1, 8),
+            "pipeline receive": (4, 131_072),
+            "pipeline send": (4, 131_072),
+        }
+        for nbytes, norms in ((937_984, 176), (922_624, 184))
+    ],
+    (1, 2, 2): [
+        {
+            "data x tensor all-reduce": (1, norms),
+            "pipeline all-reduce": (1, 8),
+            "pipeline receive": (4, 131_072),
+            "pipeline send": (4, 131_072),
+            **on_tensor,
+        }
+        for norms, on_tensor in (
+            (176, {"tensor all-reduce": (40, 1_245_184)}),
+            (
+                184,
+                {
+                    "tensor all-gather": (4, 524_288),
+                    "tensor all-reduce": (36, 1_179_648),
+                },
+            ),
+        )
+    ],
+}
+
+
+def calls_in(lines: list[str]) -> dict[str, tuple[int, int]]:
+    """Read calls and bytes from what train.py prints."""
+    found = {}
+    for line in lines:
+        if match := re.fullmatch(r" {4}(.*?) +\| +(\d+) (\S+) +\| +(\S+) bytes", line):
+            axis, number, kind, nbytes = match.groups()
+            found[f"{axis} {kind}"] = int(number), int(nbytes.replace(",", ""))
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_two_of_three_axes_give_one_process(
+    worker_pool: WorkerPool, shape: tuple[int, ...]
+) -> None:
+    ends = worker_pool.run(run_with, "", shape, world_size=4, timeout=90)
+    assert [status for status, _, _ in ends] == [0] * 4, ends[0][2]
+    assert [said for _, said, _ in ends[1:]] == [""] * 3
+    text = ends[0][1]
+    first, last = text.split("rank 3 | ")
+    assert [calls_in(part.splitlines()) for part in (first, last)] == CALLS[shape]
+    numbers = re.findall(r"\| ([\d,]+) numbers", text)
+    assert [int(n.replace(",", "")) for n in numbers] == list(NUMBERS[shape])
+    (apart,) = re.findall(r"^check: .* within (\S+); calls as by formula$", text, re.M)
+    assert 0 < float(apart) < 1e-11
+
+
+def norm_of_stage(part: Any, mesh: Any) -> None:
+    """Clip by the norm that a stage knows."""
+    gradients = [p.grad for p in part.parameters()]
+    norm = train.get_total_norm(gradients).full_tensor()
+    dist.all_reduce(torch.zeros(()).double(), group=mesh.get_group("pipeline"))
+    train.clip_grads_with_norm_(part.parameters(), train.MAX_NORM, norm)
+
+
+def forgotten(*_: Any, **__: Any) -> None:
+    """Stand in for a call that is left out."""
+
+
+def gathering_again(module: Any, **settings: Any) -> Any:
+    """Shard so that each micro-batch gathers the weights."""
+    return fully_shard(module, **{**settings, "reshard_after_forward": True})
+
+
+def gathering_by_default(module: Any, mesh: Any, **settings: Any) -> Any:
+    """Shard with FSDP's own choice."""
+    return fully_shard(module, mesh=mesh)
+
+
+def run_with(fault: str, shape: tuple[int, ...]) -> tuple[Any, str, str]:
+    """Be a rank of train.py, perhaps with one thing wrong, for two steps."""
+    schedule = train.Schedule1F1B
+
+    def summed(*args: Any, **settings: Any) -> Any:
+        return schedule(*args, **settings, scale_grads=False)
+
+    step = train.mesh_step
+
+    def same_samples(part: Any, run: Any, adam: Any, mesh: Any, batch: Any) -> Any:
+        n = mesh["data"].size()
+        return step(part, run, adam, mesh, batch.chunk(n)[0].repeat(n, 1))
+
+    faults: dict[str, tuple[Any, str, Any]] = {
+        "norm of one stage": (train, "clip_by_norm_of_all", norm_of_stage),
+        "no clipping": (train, "clip_grads_with_norm_", forgotten),
+        "losses are summed": (train, "Schedule1F1B", summed),
+        "same samples": (train, "mesh_step", same_samples),
+        "gathered again": (train, "fully_shard", gathering_again),
+    }
+    wrong = [faults[fault]] if fault else []
+    return ending("train", sized(*shape), [*wrong, (train, "STEPS", 2)])
+
+
+@pytest.mark.parametrize(
+    ("fault", "shape"),
+    [
+        ("norm of one stage", (2, 2, 1)),
+        pytest.param("no clipping", (2, 2, 1), marks=pytest.mark.slow),
+        pytest.param("losses are summed", (2, 2, 1), marks=pytest.mark.slow),
+        pytest.param("same samples", (2, 2, 1), marks=pytest.mark.slow),
+        pytest.param("gathered again", (2, 2, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_mesh_gone_wrong_is_noticed(
+    worker_pool: WorkerPool, fault: str, shape: tuple[int, ...]
+) -> None:
+    ends = worker_pool.run(run_with, fault, shape, world_size=4, timeout=90)
+    assert [status for status, _, _ in ends] == [1] * 4
+    assert "check failed on ranks [0, 1, 2, 3], not so: loss" in ends[0][2]
+
+
+# --- What PyTorch does, and what it refuses. ----------
+
+
+def take_two_steps(
+    shape: tuple[int, ...], fault: Any = None, flattened: bool = True
+) -> tuple[list[Any], set[str]]:
+    """Return the calls of two steps, and the placements of the parameters."""
+    whole = init_device_mesh("cpu", shape, mesh_dim_names=AXES)
+    meshes = [whole]
+    if flattened:
+        meshes.append(whole["data", "tensor"]._flatten("data x tensor"))
+    with mock.patch.object(train, "fully_shard", fault or fully_shard):
+        part, schedule = train.cut_three_times(whole, torch.device("cpu"))
+    adam, noted = torch.optim.AdamW(part.parameters()), []
+    batch = torch.randint(256, (shape[0] * train.MICRO_BATCHES * train.B, 33))
+    for _ in range(2):
+        with gpt.CallsByAxis(*meshes) as calls:
+            train.mesh_step(part, schedule, adam, whole, batch)
+        noted.append(calls.calls)
+    return noted, {str(p.placements) for p in part.parameters()}
+
+
+@pytest.mark.parametrize(
+    ("shard", "number"),
+    [(gathering_again, 3 * (4 + 1)), (gathering_by_default, 2 * (4 + 1) + 1)],
+)
+def test_weights_are_gathered_once_a_step_only_if_they_stay(
+    worker_pool: WorkerPool, shard: Any, number: int
+) -> None:
+    results = worker_pool.run(
+        take_two_steps, (2, 2, 1), shard, world_size=4, timeout=60
+    )
+    numbers = [noted[1]["data", "all-gather"][0] for noted, _ in results]
+    # Two blocks and what else the stage has, for each of four micro-batches and the
+    # last backward pass; 3 in all if they stay. By default the root does.
+    assert numbers == [number] * 4
+    assert CALLS[2, 2, 1][0]["data all-gather"][0] == 3
+
+
+@pytest.mark.slow
+def test_first_step_runs_the_stages_once_more(worker_pool: WorkerPool) -> None:
+    results = worker_pool.run(take_two_steps, (1, 2, 2), world_size=4, timeout=60)
+    key = "tensor", "all-reduce"
+    numbers = [[calls[key][0] for calls in noted] for noted, _ in results]
+    # PyTorch finds the shapes of what is sent by running a micro-batch: forward, and
+    # backward where a gradient has to be sent.
+    assert numbers == [[46, 40], [46, 40], [45, 36], [45, 36]]
+
+
+def forward_passes(tells_shapes: bool) -> list[int]:
+    """Return how often a stage runs forward in two steps of four micro-batches."""
+    rank, counts = dist.get_rank(), []
+    shapes: dict[str, Any] = {}
+    if tells_shapes:
+        first, then = (
+            torch.zeros(2, 4, requires_grad=wants) for wants in (False, True)
+        )
+        shapes = {"input_args": (then if rank else first,), "output_args": (then,)}
+    layer = nn.Linear(4, 4)
+    layer.register_forward_hook(lambda *_: counts.append(len(counts)))
+    stage = PipelineStage(layer, rank, 2, torch.device("cpu"), **shapes)
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    seen = []
+    for _ in range(2):
+        counts.clear()
+        target: dict[str, Any] = {"target": torch.zeros(8, 4)} if rank else {}
+        schedule.step(*([] if rank else [torch.ones(8, 4)]), **target)
+        seen.append(len(counts))
+    return seen
+
+
+@pytest.mark.parametrize(("tells_shapes", "first"), [(False, 5), (True, 4)])
+def test_stages_that_are_told_their_shapes_run_no_micro_batch_more(
+    worker_pool: WorkerPool, tells_shapes: bool, first: int
+) -> None:
+    assert worker_pool.run(forward_passes, tells_shapes) == [[first, 4]] * 2
+
+
+def before_reducing() -> tuple[Any, ...]:
+    """Look at a matrix after the last backward pass, and at the end of the step."""
+    whole = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=AXES)
+    part, schedule = train.cut_three_times(whole, torch.device("cpu"))
+    adam, calls, seen = torch.optim.AdamW(part.parameters()), gpt.CallsByAxis(whole), []
+    stage = schedule._stage
+    reduce = stage.perform_reduce_grad
+
+    def look(*_: Any) -> None:
+        weight = part.blocks[min(part.blocks)].query.weight
+        shapes = [
+            tuple(t.to_local().shape) for t in (weight, weight.grad) if t is not None
+        ]
+        reduced = ("data", "reduce-scatter") in calls.calls
+        moments = [
+            tuple(m.to_local().shape)
+            for m in adam.state.get(weight, {}).values()
+            if m.ndim
+        ]
+        seen.append((shapes, reduced, moments))
+
+    def look_and_reduce(*arguments: Any) -> None:
+        look()
+        reduce(*arguments)
+
+    stage.perform_reduce_grad = look_and_reduce
+    batch = torch.randint(256, (2 * train.MICRO_BATCHES * train.B, 33))
+    with calls:
+        train.mesh_step(part, schedule, adam, whole, batch)
+    look()
+    return tuple(seen)
+
+
+@pytest.mark.slow
+def test_only_the_optimizer_state_is_sharded_all_the_time(
+    worker_pool: WorkerPool,
+) -> None:
+    results = worker_pool.run(before_reducing, world_size=4, timeout=60)
+    whole, shard = (64, 64), (32, 64)
+    before, after = ([whole, whole], False, []), ([shard] * 2, True, [shard] * 2)
+    assert results == [(before, after)] * 4
+
+
+@pytest.mark.slow
+def test_norm_takes_a_message_for_each_axis_unless_they_are_one(
+    worker_pool: WorkerPool,
+) -> None:
+    results = worker_pool.run(
+        take_two_steps, (2, 1, 2), None, False, world_size=4, timeout=60
+    )
+    assert len(results) == 4
+    for noted, placements in results:
+        assert noted[1]["data", "all-reduce"] == (1, 360)
+        assert noted[1]["tensor", "all-reduce"] == (77, 2_424_832 + 360)
+        assert placements == {
+            "(_StridedShard(dim=0, sf=2), Shard(dim=0))",
+            "(Shard(dim=0), Shard(dim=1))",
+            "(Shard(dim=0), Replicate())",
+        }
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """Return what an error says."""
+    with pytest.raises((RuntimeError, TypeError, ValueError)) as refused:
+        call()
+    return f"{refused.type.__name__}: {refused.value}"
+
+
+def refusals() -> list[str]:
+    """Cut in another order, on another mesh, without norms; return what is said."""
+    whole = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=AXES)
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "x"))
+
+    def stage(tensor: Any = None) -> Any:
+        part = train.Stage(train.CONFIG, 0, 1)
+        if tensor is not None:
+            train.parallelize_module(part, tensor, gpt.PLAN)
+            train.distribute_module(part, tensor)
+        return part
+
+    def fsdp_first() -> None:
+        part = stage()
+        fully_shard(part, mesh=whole["data"])
+        train.parallelize_module(part, whole["tensor"], gpt.PLAN)
+
+    def norms_are_plain() -> None:
+        part = stage()
+        train.parallelize_module(part, whole["tensor"], gpt.PLAN)
+        part(torch.zeros(1, 4, dtype=torch.int64))
+
+    calls = [
+        fsdp_first,
+        lambda: fully_shard(stage(other["tensor"]), mesh=whole["data"]),
+        lambda: fully_shard(stage(whole["tensor"])),
+        norms_are_plain,
+    ]
+    return [refusal(call) for call in calls]
+
+
+def test_order_and_meshes_that_pytorch_refuses(worker_pool: WorkerPool) -> None:
+    results = worker_pool.run(refusals, world_size=4, timeout=60)
+    assert len(results) == 4
+    for first, other, unnamed, plain in results:
+        assert "ValueError: Cannot distribute a DTensor with device mesh" in first
+        assert "to a different device mesh" in first
+        assert "Cannot concatenate overlapping meshes" in other
+        assert "Invariant encountered: value was None" in unnamed
+        assert "native_layer_norm.default got mixed torch.Tensor and DTensor" in plain
+
+
+# --- All eight ranks. ----------
+
+
+def on_eight_ranks() -> list[tuple[Any, str, str]]:
+    """Run both scripts, as one would start them on eight ranks."""
+    return [ending("mesh", ["--rank=5"], []), ending("train", [], [])]
+
+
+@pytest.mark.slow
+def test_three_axes_at_once_give_one_process(worker_pool: WorkerPool) -> None:
+    ends = worker_pool.run(on_eight_ranks, world_size=8, timeout=240)
+    assert [[status for status, _, _ in pair] for pair in ends] == [[0, 0]] * 8
+    told = ends[5][0][1].splitlines()
+    groups = [line.split(" ranks: ")[1] for line in told if " ranks: " in line]
+    assert groups == ["4 5", "5 7", "1 5"]
+    text = ends[0][1][1]
+    first, last = text.split("rank 7 | ")
+    for part, shape in ((first, 0), (last, 1)):
+        found = calls_in(part.splitlines())
+        on_data, on_tensor = CALLS[2, 2, 1][shape], CALLS[1, 2, 2][shape]
+        assert len(found) in (7, 8)
+        assert {k: found[k] for k in on_tensor} == on_tensor
+        number, nbytes = on_data["data all-gather"]
+        # Half of the matrices, but whole norms.
+        n, half = found["data all-gather"]
+        assert n == number and nbytes / 2 < half < nbytes / 1.98
+        assert found["data reduce-scatter"] == (n, half)
+    assert "within" in text and "calls as by formula" in text

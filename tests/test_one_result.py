@@ -1,0 +1,492 @@
+"""Chapter 09: the comparison behind one_result.py, and that it finds what is wrong."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+
+from launch import ROOT
+from scripts import load_chapter
+from worker_pool import WorkerPool
+
+ROOM = "09_one_mesh/one_result"
+NUMBERS = ROOT / "assets" / "09_one_result.json"
+WHOLE = 4 * 117_376  # bytes of the weights, or of the gradients
+
+
+def module(name: str) -> ModuleType:
+    return load_chapter(ROOM)[name]
+
+
+def invented_run(name: str, rank: int) -> Any:
+    """Return what a rank would bring back that has done everything right."""
+    way = module("table_of_ways").ALL[name]
+    kept, sent = way.kept(rank), 1e6 * (way.ranks > 1)
+    return module("training").Run(
+        losses=[5.5, 4.0, 3.0],
+        weights=torch.linspace(-1, 1, 1920),
+        seconds=1.0,
+        sent=sent,
+        due=sent,
+        kept=kept,
+        peak=2 * kept,
+    )
+
+
+def invented_runs() -> dict[str, list[Any]]:
+    """Return by way the runs of all ranks, nothing being wrong."""
+    table = module("table_of_ways")
+    runs = {
+        n: [invented_run(n, r) for r in range(w.ranks)] for n, w in table.ALL.items()
+    }
+    for name in table.WRONG:
+        runs[name] = [changed(run, "another loss") for run in runs[name]]
+    one = table.usual("tensor: a term of a gradient")
+    runs[one] = [changed(run, "another loss") for run in runs[one]]
+    return runs
+
+
+def changed(run: Any, what: str) -> Any:
+    """Return a run in which one thing went wrong."""
+    weights = run.weights.clone()
+    if what == "weight":
+        weights[7] += 2e-5
+    elif what == "last bit":
+        weights.view(torch.int32)[7] += 1
+    elif what == "no number":
+        weights[7] = torch.nan
+    elif what == "a weight less":
+        weights = weights[1:]
+    more = {
+        "loss": {"losses": [5.5, 4.0 + 2e-5, 3.0]},
+        "another loss": {"losses": [5.5, 4.1, 3.1]},
+        "loss is no number": {"losses": [5.5, float("nan"), 3.0]},
+        "a step less": {"losses": run.losses[:-1]},
+        "sent more": {"sent": run.sent * 1.2},
+        "sent less": {"sent": run.sent * 0.8},
+        "kept": {"kept": run.kept * 1.1},
+    }
+    return run._replace(weights=weights, **more.get(what, {}))
+
+
+def faults(runs: dict[str, list[Any]], ways: Any = None) -> list[str]:
+    comparison = module("comparison")
+    return comparison.all_faults(runs, ways or comparison.ALL)
+
+
+@pytest.mark.parametrize(
+    ("way", "what", "words"),
+    [
+        ("naive", "loss", "rank 1: a loss is 2e-05 apart"),
+        ("DDP, 4 ranks", "weight", "rank 1: .* and a weight 2e-05"),
+        ("DeepSpeed, ZeRO 3", "no number", "rank 1: .* and a weight nan"),
+        ("DeepSpeed, ZeRO 1", "loss is no number", "rank 1: a loss is nan apart"),
+        ("DDP, mp.spawn", "a step less", "rank 1: 2 losses"),
+        ("tensor", "last bit", "rank 1 and rank 0 have different"),
+        ("GPipe", "weight", "rank 1: .* and a weight 2e-05"),
+        ("HSDP, 2 x 2", "sent more", "rank 1 sent 1200000 bytes, not 1000000"),
+        ("DDP, no_sync", "sent less", "rank 1 sent 800000 bytes, not 1000000"),
+        ("DeepSpeed, ZeRO 2", "kept", "rank 1 keeps .* bytes, not"),
+        ("FSDP2 x tensor", "kept", "rank 1 keeps .* bytes, not"),
+        ("1F1B", "kept", "rank 1 keeps .* bytes, not"),
+        ("context, by a ring", "loss", "rank 1: a loss is 2e-05 apart"),
+        ("experts", "weight", "rank 1: .* and a weight 2e-05"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_found(way: str, what: str, words: str) -> None:
+    runs = invented_runs()
+    assert faults(runs) == []
+    runs[way][1] = changed(runs[way][1], what)
+    found = [fault for fault in faults(runs) if re.search(words, fault)]
+    assert len(found) == 1 and found[0].startswith(way), faults(runs)
+
+
+def test_a_way_that_is_missing_or_has_other_bits_is_found() -> None:
+    comparison, runs = module("comparison"), invented_runs()
+    runs["flat buffer"] = [changed(run, "last bit") for run in runs["flat buffer"]]
+    runs["tensor"] = [changed(run, "last bit") for run in runs["tensor"]]
+    # One bit is far below the limit. For averaged gradients there is no reason for it.
+    one, other = runs["flat buffer"][0], runs["one process"][0]
+    assert comparison.faults_of("", one, other) == []
+    assert faults(runs) == ["flat buffer: not the bits of naive"]
+    runs = invented_runs()
+    runs["GPipe"] = [changed(run, "a weight less") for run in runs["GPipe"]]
+    runs["DDP, 4 ranks"].pop()
+    assert faults(runs) == [
+        *(f"GPipe, rank {rank}: 1919 weights" for rank in range(2)),
+        "DDP, 4 ranks: 3 of 4 ranks have ended",
+    ]
+    # Each way of the table is missed; one that nobody has asked for is not.
+    some = {"one process": invented_runs()["one process"]}
+    missed = [fault.split(":")[0] for fault in faults(some)]
+    assert missed == list(comparison.WAYS)[1:] and len(missed) == 26
+    assert faults(some, ["one process"]) == []
+
+
+def test_rows_fit_the_page_and_show_the_worst_rank() -> None:
+    comparison, runs = module("comparison"), invented_runs()
+    rows = [comparison.row(name, runs) for name in comparison.WAYS]
+    assert len(rows) == 27
+    assert {len(row) for row in rows} == {len(comparison.HEAD)} and len(rows[0]) <= 88
+    words = ["1", "3.0000", "0", "0", "0.0", "1878.0", "3756.0", "1.00"]
+    assert rows[0].split()[-8:] == words
+    four = runs["DDP, 4 ranks"]
+    four[3] = changed(changed(changed(four[3], "weight"), "loss"), "sent more")
+    words = ["4", "3.0000", "2e-05", "2e-05", "1050.0", "1878.0", "3756.0", "1.00"]
+    assert comparison.row("DDP, 4 ranks", runs).split()[-8:] == words
+    # Where TCP does not tell, what the messages make it.
+    four[2], four[3] = four[2]._replace(sent=math.nan), changed(four[2], "loss")
+    assert comparison.row("DDP, 4 ranks", runs).split()[-4] == "1000.0"
+    assert not [fault for fault in faults(runs) if "bytes" in fault]
+    four[1] = changed(four[1], "no number")
+    assert comparison.row("DDP, 4 ranks", runs).split()[-5] == "nan"
+    said = comparison.closing_lines(invented_runs())
+    assert len(said) == 7 and {len(line) for line in said[:5]} == {64}
+    assert said[-1].startswith("check: 27 ways, 64 ranks: losses 0e+00 from one proc")
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_mistake_has_to_be_found_and_hidden_where_the_page_says(number: int) -> None:
+    table, runs = module("table_of_ways"), invented_runs()
+    name = list(table.WRONG)[number]
+    wrong, right = runs[name], runs[table.WRONG[name].alone] * 2
+    runs[name] = right
+    assert f"{name}: nobody would notice" in faults(runs)
+    runs[name] = wrong
+    assert faults(runs) == []
+    runs[table.usual(name)] = wrong
+    shows = [f"{table.usual(name)}: it shows"] if "sum" in name else []
+    assert faults(runs) == shows
+
+
+def test_words_choose_ways() -> None:
+    table = module("table_of_ways")
+    # Eight ranks are started where somebody asks for them.
+    assert table.ALL.keys() - table.asked_for([]).keys() == {"2x2x2"}
+    assert len(table.ALL) == 35
+    assert list(table.asked_for(["2X2X2"])) == ["one process", "2x2x2"]
+    assert len(table.asked_for(["torchrun"])) == 6
+    asked = list(table.asked_for(["hsdp", "EXPERTS"]))
+    assert asked == ["one process", "experts, one process", "experts", "HSDP, 2 x 2"]
+    asked = table.asked_for(["deepspeed"])
+    assert list(asked)[1:] == [f"DeepSpeed, ZeRO {stage}" for stage in range(4)]
+    # A mistake comes with what is right, and with either eps.
+    asked = list(table.asked_for(["sum of means"]))
+    mistake = "pipeline: a sum of means"
+    both = [name for one in ("one process", "naive", mistake) for name in (one,)]
+    assert asked == [*both, *(table.usual(name) for name in both)]
+    with pytest.raises(
+        ValueError, match="no way is called 'slurm'; there are one proc"
+    ):
+        table.asked_for(["slurm"])
+
+
+# --- The ways themselves, as far as warm workers can go them. ----------
+
+
+def patched(name: str, attribute: str, value: Any) -> Any:
+    """Return what breaks a module of the room."""
+    return mock.patch.object(module(name), attribute, value)
+
+
+def no_op(*_: Any) -> None:
+    """Do nothing."""
+
+
+# A way of each family, what breaks it, and what the comparison then says.
+SABOTAGE: dict[str, tuple[str, str, Any, str]] = {
+    "buckets, by hooks": (
+        *("ways_data_parallel", "all_reduced_together", lambda _: no_op),
+        "rank 1: a loss is",
+    ),
+    "ZeRO 2 by hand": ("zero_by_hand", "all_gather", no_op, "rank 1: a loss is"),
+    "FSDP2": (
+        "ways_sharded",
+        "fully_shard",
+        lambda *_, **__: None,
+        "rank 1: a loss is",
+    ),
+    "tensor": ("parallel_gpt", "shard_like", lambda whole, mine: mine, "a loss is"),
+    "tensor + sequence": ("ways_split", "split_over", no_op, "keeps 1882"),
+    "1F1B": ("ways_split", "MICRO_BATCHES", 2, "a loss is"),
+    "context, by a ring": ("ways_tokens", "add_up_gradients", no_op, "a loss is"),
+    "experts": (
+        *("ways_tokens", "mean_gradients"),
+        lambda model, copies: module("mixture").mean_gradients(model),
+        "rank 0: a loss is",
+    ),
+}
+
+
+FEW = 4  # steps, where many ways are trained
+
+
+@contextlib.contextmanager
+def one_thread(steps: int = 12) -> Iterator[None]:
+    """Compute as the command's ranks do; more threads add in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    fewer: Any = {"STEPS": steps, "COUNTED": min(9, steps - 1)}
+    with mock.patch.multiple(module("training"), **fewer):
+        yield
+    torch.set_num_threads(before)
+
+
+def train_here(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Train in some ways on this rank, then once more, each broken in one place."""
+    training, table = module("training"), module("table_of_ways")
+    tokens, runs = module("text").read_tokens(), {}
+    with one_thread(FEW):
+        for name in names:
+            runs[name] = training.train_in_way(table.ALL[name], tokens)._asdict()
+        for name, (where, attribute, value, _) in SABOTAGE.items():
+            with patched(where, attribute, value):
+                run = training.train_in_way(table.ALL[name], tokens)
+            runs[f"broken: {name}"] = run._asdict()
+    return runs
+
+
+def resume_here(folder: str) -> dict[str, Any]:
+    """Save and resume; then see what becomes of a first life in which nobody dies."""
+    training, ways = module("training"), module("ways_data_parallel")
+    os.environ[ways.FOLDER], os.environ[ways.RESTARTS] = folder, "0"
+    table, path = module("table_of_ways").ALL, Path(folder) / "checkpoint"
+    killed, tokens, said = (
+        table["DDP, killed, resumed"],
+        module("text").read_tokens(),
+        "",
+    )
+    with one_thread():
+        with mock.patch.object(ways, "KILLED", 99):
+            training.train_in_way(killed, tokens)
+        saved = torch.load(path, weights_only=True)
+        os.environ[ways.RESTARTS] = "1"
+        run = training.train_in_way(killed, tokens)
+        twin = training.train_in_way(table["naive"], tokens)
+        os.environ[ways.RESTARTS] = "0"
+        try:
+            with mock.patch.object(os, "kill", no_op):
+                training.train_in_way(killed, tokens)
+        except RuntimeError as error:
+            said = str(error)
+    return {
+        "said": said,
+        "saved after": len(saved["losses"]),
+        "equal": module("comparison").is_same_run(run, twin),
+        "can try again": path.exists(),
+    }
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """Train in this process alone, by the names of the ways."""
+    training, table = module("training"), module("table_of_ways")
+    tokens = module("text").read_tokens()
+    names = [name for name, way in table.ALL.items() if way.ranks == 1]
+    with one_thread(FEW):
+        return {name: training.train_in_way(table.ALL[name], tokens) for name in names}
+
+
+def test_one_process_learns(alone: dict[str, Any]) -> None:
+    assert [len(run.losses) for run in alone.values()] == [FEW] * 3
+    training, table = module("training"), module("table_of_ways")
+    with one_thread():
+        run = training.train_in_way(
+            table.ALL["one process"], module("text").read_tokens()
+        )
+    assert run.losses[:FEW] == alone["one process"].losses
+    # Each Python brings a text of its own, and single batches differ much.
+    assert len(run.losses) == 12 and run.losses[0] > 5.4
+    assert sum(run.losses[-4:]) / 4 < 3.6
+    assert run.sent == 0 and 16 * 117_376 <= run.kept < 16.1 * 117_376 < run.peak
+
+
+def test_a_way_of_each_family_is_right_and_each_broken_one_is_found(
+    worker_pool: WorkerPool, alone: dict[str, Any]
+) -> None:
+    make = module("training").Run
+    names = ["naive", *SABOTAGE]
+    by_rank = worker_pool.run(train_here, names, timeout=200)
+    runs = {
+        name: [make(**by_rank[rank][name]) for rank in range(2)] for name in by_rank[0]
+    }
+    references = {name: [run] for name, run in alone.items()}
+    assert len(runs) == 17
+    assert faults(references | {n: runs[n] for n in names}, names) == []
+    # What was counted, in numbers that are written out here: 117,376 values; a message
+    # of activations is 16 x 32 x 64 values, of which the context's ranks have half.
+    activations, head = 4 * 16 * 32 * 64, 4 * 256 * 64
+    due = {
+        "naive": WHOLE,
+        "buckets, by hooks": WHOLE,
+        "ZeRO 2 by hand": 1.5 * WHOLE,
+        "tensor": 10 * activations,
+        "1F1B": activations + head,
+        "context, by a ring": WHOLE + 2 * 3 * activations,
+    }
+    for name in due:
+        assert runs[name][0].due + runs[name][1].due == pytest.approx(
+            2 * due[name], rel=0.03
+        ), name
+    assert len(due) == 6
+    for name, (_, _, _, words) in SABOTAGE.items():
+        broken = {"naive": runs["naive"], name: runs[f"broken: {name}"]}
+        found = faults(references | broken, [name])
+        assert any(words in fault for fault in found), (name, found)
+    assert len(SABOTAGE) == 8
+
+
+def test_a_killed_run_resumes(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    by_rank = worker_pool.run(resume_here, str(tmp_path), timeout=60)
+    expected = {"said": "no rank was killed", "saved after": 4, "equal": True}
+    expected["can try again"] = False
+    assert by_rank == [expected, expected]
+
+
+def train_others(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Train in some ways on this rank."""
+    training, table = module("training"), module("table_of_ways")
+    tokens = module("text").read_tokens()
+    with one_thread(FEW):
+        return {n: training.train_in_way(table.ALL[n], tokens)._asdict() for n in names}
+
+
+@pytest.mark.slow
+def test_all_other_ways_that_are_no_launchers_are_right(
+    worker_pool: WorkerPool, alone: dict[str, Any]
+) -> None:
+    table, make = module("table_of_ways"), module("training").Run
+    runs = {name: [run] for name, run in alone.items()}
+    for ranks in (2, 4):
+        names = [
+            name
+            for name, way in table.ALL.items()
+            if way.ranks == ranks and way.start != "deepspeed" and "kill" not in name
+        ]
+        by_rank = worker_pool.run(train_others, names, world_size=ranks, timeout=200)
+        runs |= {name: [make(**each[name]) for each in by_rank] for name in names}
+    assert len(runs) == 29
+    assert faults(runs, runs) == []
+
+
+# --- The command, the pictures, and what they refuse. ----------
+
+
+def has_ended(pid: int) -> bool:
+    """Wait until a process that was killed is gone; who is a zombie is gone."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_ctrl_c_ends_a_launcher_with_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, note = module("launches"), tmp_path / "rank"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "broken.py").write_text("raise RuntimeError('not the same')\n")
+    said = command.start_by_launcher(["broken", "--fast"], tmp_path)
+    assert said == "broken --fast ended with 1: RuntimeError: not the same"
+    # The one rank of this launcher writes down who it is, then presses Ctrl-C.
+    rank = (
+        f"import os, time\nopen({str(note)!r}, 'w').write(str(os.getpid()))\n"
+        f"os.kill({os.getpid()}, 2)\ntime.sleep(600)"
+    )
+    starts_it = (
+        f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {rank!r}])"
+    )
+    (tmp_path / "endless.py").write_text(starts_it)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            command.start_by_launcher(["endless"], tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert has_ended(int(note.read_text()))
+    monkeypatch.setattr(command, "PATIENCE", 0.1)
+    (tmp_path / "slow.py").write_text("while True:\n    pass\n")
+    said = command.start_by_launcher(["slow"], tmp_path)
+    assert said == "slow ended with no end after 0.1 s: without a word"
+
+
+@pytest.mark.parametrize(
+    ("words", "rank", "line"),
+    [
+        ([], "0", "start it with python, not torchrun: it starts its own processes"),
+        (["--json=no/x.json"], None, "--json no/x.json: there is no folder no"),
+        (["--only", "slurm"], None, "--only: no way is called 'slurm'; there are one"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str],
+    rank: str | None,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["one_result.py", *words])
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as ended:
+        module("one_result").main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert said.err.startswith(f"one_result.py: {line}") and said.err.count("\n") == 1
+
+
+def draw(monkeypatch: pytest.MonkeyPatch, numbers: Path, out: Path) -> None:
+    words = ["draw_one_result.py", f"--numbers={numbers}", f"--out={out}"]
+    monkeypatch.setattr(sys, "argv", words)
+    load_chapter("assets")["draw_one_result"].main()
+
+
+def test_pictures_show_what_was_measured_and_their_check_can_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    draw(monkeypatch, NUMBERS, tmp_path)
+    assert re.match(r"check: 26 ways at most \de-07 apart, 3", capsys.readouterr().out)
+    for name in ("09_one_result.png", "09_sent_and_kept.png"):
+        assert (tmp_path / name).stat().st_size > 30_000
+    record, table = json.loads(NUMBERS.read_text()), module("table_of_ways")
+    assert [*record["ways"], "2x2x2"] == list(table.WAYS)
+    assert list(record["wrong"]) == list(table.WRONG)
+    # The theory, written out: what a rank sends, in messages as large as the model. Of
+    # ZeRO 3 the blocks are gathered twice and the rest once; gloo's reduce-scatter is
+    # an all-reduce; an all-reduce on four ranks is half as much again.
+    sent = {name: way["sent"] / WHOLE for name, way in record["ways"].items()}
+    blocks = 98_560 / 117_376
+    expected = {
+        **dict.fromkeys(["one process", "experts, one process"], 0),
+        **dict.fromkeys(["naive", "flat buffer", "buckets, by hooks"], 1),
+        **dict.fromkeys(["DDP, mp.spawn", "DDP, no_sync", "DDP, torchrun"], 1),
+        **dict.fromkeys(["DDP, killed, resumed", "DeepSpeed, ZeRO 0"], 1),
+        **dict.fromkeys(["ZeRO 1 by hand", "ZeRO 2 by hand", "DDP, 4 ranks"], 1.5),
+        **dict.fromkeys(["DeepSpeed, ZeRO 1", "DeepSpeed, ZeRO 2"], 1.5),
+        **dict.fromkeys(["ZeRO 3 by hand", "FSDP2"], 1 + (1 + blocks) / 2),
+        "HSDP, 2 x 2": 1 + (1 + blocks) / 2 + 0.5,
+    }
+    near = {name: sent[name] for name in expected}
+    assert near == pytest.approx(expected, rel=0.06)
+    record["ways"]["GPipe"]["distances"][1] = 2e-5
+    (tmp_path / "wrong.json").write_text(json.dumps(record))
+    with pytest.raises(RuntimeError, match="the ways are 2"):
+        draw(monkeypatch, tmp_path / "wrong.json", tmp_path)

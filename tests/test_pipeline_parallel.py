@@ -1,0 +1,592 @@
+"""Chapter 08: layers on several ranks train what one process trains."""
+
+import contextlib
+import io
+import itertools
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from launch import ROOT, torchrun
+from lessons import in_the_pool
+from scripts import load_chapter
+from tiny_gpt import write_text
+from worker_pool import WorkerPool
+
+CHAPTER = "08_pipeline_parallel"
+STEPS, T = 3, 8
+
+# @record, around main(), has faulthandler write to a stderr that pytest has taken.
+pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+
+
+def script(name: str) -> Any:
+    """Return a module of the chapter."""
+    return load_chapter(CHAPTER)[name]
+
+
+def schedule_of(name: str) -> Callable:
+    """Return a schedule by its name, which is that of its script."""
+    return getattr(script(name), name)
+
+
+def timelines() -> Any:
+    """Return the module that draws who is idle when."""
+    return script("call_timeline")
+
+
+def order(name: str, index: int, stages: int, micro_batches: int) -> str:
+    """Return the calls of one stage."""
+    return " ".join(
+        timelines().calls_of(schedule_of(name), stages, micro_batches)[index]
+    )
+
+
+# --- The order of the calls, and who is idle when. ----------
+
+
+def test_1f1b_order_of_each_stage_of_four() -> None:
+    assert order("one_f_one_b", 0, 4, 5) == "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4"
+    assert order("one_f_one_b", 1, 4, 5) == "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4"
+    assert order("one_f_one_b", 2, 4, 5) == "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4"
+    assert order("one_f_one_b", 3, 4, 5) == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"
+    assert order("gpipe", 2, 4, 3) == "F0 F1 F2 B0 B1 B2"
+    # Fewer micro-batches than stages: no stage runs ahead of what there is.
+    assert order("one_f_one_b", 0, 4, 2) == "F0 F1 B0 B1"
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+def test_stages_idle_for_p_minus_1_of_m_plus_p_minus_1(name: str) -> None:
+    module, seen = timelines(), 0
+    for p, m in itertools.product((1, 2, 3, 4, 7), (1, 2, 3, 8)):
+        rows = module.timeline(module.calls_of(schedule_of(name), p, m))
+        assert {len(row) for row in rows} == {2 * (m + p - 1)}
+        assert {row.count("") for row in rows} == {2 * (p - 1)}
+        calls = [call for row in rows for call in row if call]
+        assert len(calls) == 2 * m * p == len({*zip(calls, itertools.count())})
+        seen += 1
+    assert seen == 20
+
+
+def test_timeline_of_one_batch_on_two_stages() -> None:
+    assert timelines().drawn([["F0", "B0"], ["F0", "B0"]]).splitlines() == [
+        "stage 0 | F0 .  .  B0",
+        "stage 1 | .  F0 B0 .",
+        "of 4 units of time they wait: 2, 2",
+    ]
+
+
+def test_timeline_refuses_stages_that_wait_for_each_other() -> None:
+    with pytest.raises(ValueError, match="wait for each other"):
+        timelines().timeline([["F0", "B0", "F1", "B1"], ["F0", "F1", "B0", "B1"]])
+
+
+def test_cut_leaves_no_stage_empty() -> None:
+    cut = script("part").even_cut
+    assert cut(5, 4) == [2, 1, 1, 1] and cut(5, 3) == [2, 2, 1] and cut(4, 2) == [2, 2]
+    with pytest.raises(ValueError, match="too few"):
+        cut(3, 4)
+
+
+def drawing_of(name: str, schedule: Callable, p: int, m: int) -> list[str]:
+    """Run the script of a schedule, perhaps with another schedule; return its lines."""
+    said, module = io.StringIO(), script(name)
+    words = [f"{name}.py", f"--stages={p}", f"--micro-batches={m}"]
+    with (
+        mock.patch.object(sys, "argv", words),
+        mock.patch.object(module, name, schedule),
+        contextlib.redirect_stdout(said),
+    ):
+        module.main()
+    return said.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+def test_script_of_a_schedule_draws_it(name: str) -> None:
+    seen = 0
+    for p, m in ((1, 3), (2, 1), (3, 8), (4, 8), (5, 2)):
+        *rows, waits, flying, check = drawing_of(name, schedule_of(name), p, m)
+        assert [row.split(" | ")[0] for row in rows] == [f"stage {i}" for i in range(p)]
+        calls = [re.findall(r"[FB]\d+", row) for row in rows]
+        assert calls == [order(name, i, p, m).split() for i in range(p)]
+        idle = ", ".join([str(2 * (p - 1))] * p)
+        assert waits == f"of {2 * (m + p - 1)} units of time they wait: {idle}"
+        most = [m] * p if name == "gpipe" else [min(m, p - i) for i in range(p)]
+        assert flying.endswith(f": {most}")
+        assert f"= {(p - 1) / (m + p - 1):.1%} idle" in check
+        seen += 1
+    assert seen == 5
+
+
+def one_at_a_time(stage: Any, micro_batches: int) -> None:
+    """Let no two micro-batches be in flight."""
+    for i in range(micro_batches):
+        stage.forward(i)
+        stage.backward(i)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("gpipe", "one_f_one_b"),  # waits as long, with fewer in flight
+        ("one_f_one_b", "gpipe"),  # with more
+        ("gpipe", "one at a time"),
+        ("one_f_one_b", "one at a time"),  # waits longer
+    ],
+)
+def test_script_of_a_schedule_notices_another(name: str, other: str) -> None:
+    schedule = one_at_a_time if " " in other else schedule_of(other)
+    with pytest.raises(SystemExit, match="not so: "):
+        drawing_of(name, schedule, 4, 8)
+
+
+# --- The weights of one process. ----------
+
+
+class Case(NamedTuple):
+    """A training run in float64."""
+
+    schedule: str
+    cut: list[int]
+    samples: int
+    micro_batch_size: int
+    max_norm: float | None = 0.3
+    tied: bool = True
+
+
+def whole_model(case: Case) -> nn.Module:
+    """Build the GPT, the same on every rank."""
+    model = script("model")
+    torch.manual_seed(5)
+    sizes = {"block_size": T, "width": 16, "layers": sum(case.cut), "heads": 2}
+    return model.GPT(model.GPTConfig(**sizes, tied=case.tied)).double()
+
+
+def tokens_of(case: Case) -> Tensor:
+    """Draw (steps, samples, T + 1) tokens, the same on every rank."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(256, (STEPS, case.samples, T + 1), generator=generator)
+
+
+Trained = tuple[dict[str, Tensor], list[float], list[str], int]
+
+
+def train_stage(case: Case) -> Trained:
+    """Train this rank's stage: weights, losses, the calls of a step, most in flight."""
+    module, calls = script("stage"), []
+
+    class Noting(module.Stage):
+        def compute_forward(self, i: int, *rest: Any) -> Tensor:
+            calls.append(f"F{i}")
+            return super().compute_forward(i, *rest)
+
+        def compute_backward(self, i: int, *rest: Any) -> None:
+            calls.append(f"B{i}")
+            super().compute_backward(i, *rest)
+
+    part = module.Part(whole_model(case), dist.get_rank(), case.cut)
+    stage = Noting(part)
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for batch in tokens_of(case):
+        calls.clear()
+        loss = stage.run(
+            schedule_of(case.schedule),
+            batch[:, :-1],
+            batch[:, 1:],
+            case.micro_batch_size,
+        )
+        losses.append(loss.item())
+        if case.max_norm is not None:
+            module.clip_grad_norm(part, case.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not stage.in_flight and not stage.sending
+    weights = {name: p.detach() for name, p in part.state_dict().items()}
+    return weights, losses, calls, stage.most_in_flight
+
+
+def train_alone(case: Case) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """Train the whole model without a group: weights, losses, norms before clipping."""
+    model, losses, norms = whole_model(case), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for batch in tokens_of(case):
+        loss = model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        losses.append(loss.item())
+        limit = float("inf") if case.max_norm is None else case.max_norm
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), losses, norms
+
+
+CASES = [
+    Case("gpipe", [1, 1], samples=4, micro_batch_size=4),  # one micro-batch
+    Case("gpipe", [2, 1], samples=7, micro_batch_size=2),  # the last of one sample
+    Case("one_f_one_b", [1, 3], samples=7, micro_batch_size=3, tied=False),
+    Case("gpipe", [1, 2, 1], samples=8, micro_batch_size=3, max_norm=None),
+    Case("one_f_one_b", [2, 1, 0], samples=11, micro_batch_size=2),
+    Case("gpipe", [1, 1, 2, 1], samples=9, micro_batch_size=2, tied=False),
+    Case("one_f_one_b", [0, 2, 1, 1], samples=11, micro_batch_size=2),
+    Case("one_f_one_b", [1, 1, 1, 1], samples=4, micro_batch_size=2),  # m < p
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_stages_train_what_one_process_trains(
+    worker_pool: WorkerPool, case: Case
+) -> None:
+    p, m = len(case.cut), -(-case.samples // case.micro_batch_size)
+    results = worker_pool.run(train_stage, case, world_size=p)
+    alone, losses_alone, norms = train_alone(case)
+    before = whole_model(case).state_dict()
+    assert case.max_norm is None or min(norms) > 1.5 * case.max_norm
+    found = []
+    for index, (weights, losses, calls, most) in enumerate(results):
+        apart = [(ours - alone[name]).abs().max() for name, ours in weights.items()]
+        moved = [(ours - before[name]).abs().max() for name, ours in weights.items()]
+        assert max(apart) < 1e-13 and min(moved) > 1e-5, index
+        found += list(weights)
+        assert calls == order(case.schedule, index, p, m).split()
+        assert most == (m if case.schedule == "gpipe" else min(m, p - index))
+        expected = losses_alone if index == p - 1 else [0.0] * STEPS
+        assert losses == pytest.approx(expected, abs=1e-12)
+    assert sorted(found) == sorted(alone) and len(results) == p
+
+
+def ends_of_tied() -> Tensor | None:
+    """Train with 1F1B; return the matrix that the first and the last stage share."""
+    case = Case("one_f_one_b", [1, 1, 1], samples=6, micro_batch_size=2)
+    weights, *_ = train_stage(case)
+    name = {0: "token_embedding.weight", 2: "head.weight"}.get(dist.get_rank())
+    return weights[name] if name else None
+
+
+def test_tied_matrix_stays_the_same_bits_on_both_ends(worker_pool: WorkerPool) -> None:
+    first, middle, last = worker_pool.run(ends_of_tied, world_size=3)
+    assert middle is None and torch.equal(first, last)
+
+
+# --- The lessons, whole and broken. ----------
+
+
+def local_norm(part: nn.Module, max_norm: float) -> Tensor:
+    """Clip as one would without a pipeline."""
+    return nn.utils.clip_grad_norm_(part.parameters(), max_norm)
+
+
+def unweighted(self: Any, i: int, x: Tensor, labels: Tensor) -> Tensor:
+    """Give the smaller last micro-batch the weight of the others."""
+    return self.part(x, labels) * (4 / len(labels) if self.is_last else 1)
+
+
+# What is replaced: a module, a name in it, and by what.
+FAULTS: dict[str, tuple[str, str, Any]] = {
+    "norm of one stage": ("train_stages", "clip_grad_norm", local_norm),
+    "tied gradients apart": ("stage", "add_tied_gradients", lambda part, ends: None),
+    "all micro-batches alike": ("stage.Stage", "compute_forward", unweighted),
+}
+
+
+def end_of(name: str, fault: str = "") -> tuple[Any, str]:
+    """Be one rank of a lesson, perhaps with a fault; return status and output."""
+    said, module = io.StringIO(), script(name)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(said))
+        stack.enter_context(contextlib.redirect_stderr(said))
+        stack.enter_context(in_the_pool(module))
+        # A check that fails leaves the group, which is the pool's.
+        stack.enter_context(mock.patch.object(script("ranks"), "leave"))
+        if fault in FAULTS:
+            place, replaced, by = FAULTS[fault]
+            target = script(place.split(".")[0])
+            target = getattr(target, place.split(".")[1]) if "." in place else target
+            stack.enter_context(mock.patch.object(target, replaced, by))
+        elif fault:  # two_stages: what travels is wrong
+            kind = {"activations": 0, "gradient": 1}[fault]
+            send = dist.send
+
+            def halved(tensor: Tensor, dst: int) -> None:
+                send(tensor / 2 if dist.get_rank() == kind else tensor, dst=dst)
+
+            stack.enter_context(mock.patch.object(dist, "send", halved))
+        try:
+            module.main()
+        except SystemExit as end:
+            return end.code, said.getvalue()
+    return 0, said.getvalue()
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_lesson_holds_on_so_many_stages(worker_pool: WorkerPool, p: int) -> None:
+    (status, said), *others = worker_pool.run(end_of, "train_stages", world_size=p)
+    assert others == [(0, "")] * (p - 1) and status == 0
+    by_gpipe, by_1f1b, check = said.splitlines()
+    cut = {2: [3, 2], 3: [2, 2, 1], 4: [2, 1, 1, 1]}[p]
+    told = f"blocks {cut}, in flight at most"
+    assert by_gpipe == f"gpipe.py       | {told} {[8] * p}, by stage"
+    most = [p - i for i in range(p)]
+    assert by_1f1b == f"one_f_one_b.py | {told} {most}, by stage"
+    assert check == "check: 110 tensors after 3 steps are one process's"
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_lesson_notices(worker_pool: WorkerPool, fault: str) -> None:
+    ends = worker_pool.run(end_of, "train_stages", fault, world_size=3)
+    assert [status for status, _ in ends] == [1, 1, 1]
+    assert "check failed on ranks" in ends[0][1]
+
+
+def test_two_stages_as_the_page_has_it(worker_pool: WorkerPool) -> None:
+    ends = worker_pool.run(end_of, "two_stages")
+    assert ends[0][1].endswith("gradients of two stages are one process's\n")
+    assert [status for status, _ in ends] == [0, 0] and ends[1][1] == ""
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranks"), [("activations", "[0, 1]"), ("gradient", "[0]")]
+)
+def test_two_stages_notices(worker_pool: WorkerPool, fault: str, ranks: str) -> None:
+    ends = worker_pool.run(end_of, "two_stages", fault)
+    assert [status for status, _ in ends] == [1, 1]
+    assert f"check failed on ranks {ranks}" in ends[0][1]
+
+
+# --- train.py. ----------
+
+TINY = ["--width=16", "--heads=2", "--block-size=16", "--samples=48", "--max-epochs=1"]
+TINY += ["--batch-size=4", "--grad-accum-steps=4"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a text to train on."""
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+class Run(NamedTuple):
+    """What a rank of train.py printed, how it ended, the calls of its last step."""
+
+    output: str
+    status: Any
+    calls: list[tuple[int, str]]
+
+
+def run_train(chapter: str, *words: str, stop_after: int = 0) -> Run:
+    """Be a rank of a chapter's train.py in the pool's group, perhaps not to its end."""
+    train, said, calls = load_chapter(chapter)["train"], io.StringIO(), []
+    status: Any = 0
+    state = train.checkpoint.TrainingState
+    when_due = state.save_when_due
+
+    def save_when_due(self: Any) -> bool:
+        if self.step != stop_after:
+            return when_due(self)
+        self.save()
+        return True
+
+    forward = PipelineStage.forward_one_chunk
+    backward = PipelineStage.backward_one_chunk
+
+    def note_forward(self: Any, i: int, *rest: Any, **more: Any) -> Any:
+        calls.append((self.stage_index, f"F{i}"))
+        return forward(self, i, *rest, **more)
+
+    def note_backward(self: Any, i: int, *rest: Any, **more: Any) -> Any:
+        calls.append((self.stage_index, f"B{i}"))
+        return backward(self, i, *rest, **more)
+
+    with (
+        in_the_pool(train.ranks, *words),
+        mock.patch.object(state, "save_when_due", save_when_due),
+        mock.patch.object(PipelineStage, "forward_one_chunk", note_forward),
+        mock.patch.object(PipelineStage, "backward_one_chunk", note_backward),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+    ):
+        try:
+            train.main(train.ranks.read_options(**train.OPTIONS))
+        except SystemExit as end:
+            status = end.code
+    return Run(said.getvalue(), status, calls)
+
+
+def weights_in(path: Path) -> dict[str, Tensor]:
+    """Load a checkpoint's model."""
+    return torch.load(path, weights_only=True)["model"]
+
+
+@pytest.fixture(scope="module")
+def words(text: Path) -> list[str]:
+    """Return a command line that trains for three steps."""
+    return [*TINY, "--layers=4", f"--text={text}", "--lr=0.01"]
+
+
+@pytest.fixture(scope="module")
+def alone(
+    worker_pool: WorkerPool,
+    words: list[str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Tensor]:
+    """Return the weights that train.py gives on one rank."""
+    path = tmp_path_factory.mktemp("alone") / "gpt.pt"
+    more = ["--schedule=GPipe", f"--checkpoint={path}"]
+    (run,) = worker_pool.run(run_train, CHAPTER, *words, *more, world_size=1)
+    assert run.status == 0, run.output
+    return weights_in(path)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "world_size"),
+    [
+        ("GPipe", 2),
+        ("1F1B", 4),
+        ("Interleaved1F1B", 2),
+        ("InterleavedZeroBubble", 2),
+        ("ZBVZeroBubble", 2),
+    ],
+)
+def test_train_gives_the_weights_of_one_rank(
+    worker_pool: WorkerPool,
+    words: list[str],
+    alone: dict[str, Tensor],
+    tmp_path: Path,
+    schedule: str,
+    world_size: int,
+) -> None:
+    more = [f"--schedule={schedule}", f"--checkpoint={tmp_path / 'gpt.pt'}"]
+    runs = worker_pool.run(
+        run_train, CHAPTER, *words, *more, world_size=world_size, timeout=60
+    )
+    assert [run.status for run in runs] == [0] * world_size, runs[0].output
+    said = f"{world_size} rank(s), a gradient"
+    assert said in runs[0].output.splitlines()[-1]
+    ours = weights_in(tmp_path / "gpt.pt")
+    assert list(ours) == list(alone) and len(alone) > 30
+    torch.testing.assert_close(ours, alone, rtol=1e-3, atol=1e-5)
+
+
+def train_with_tied_gradients_apart(*words: str) -> Run:
+    """Be a rank of a run in which embedding and head keep their own gradients."""
+    with (
+        mock.patch.object(
+            script("staged_gpt"), "add_tied_gradients", lambda model, ends: None
+        ),
+        mock.patch.object(script("ranks"), "leave"),
+    ):
+        return run_train(CHAPTER, *words)
+
+
+def test_train_notices_a_gradient_that_is_not_one_processs(
+    worker_pool: WorkerPool, words: list[str]
+) -> None:
+    more = [*words, "--max-steps=1"]
+    runs = worker_pool.run(train_with_tied_gradients_apart, *more, timeout=60)
+    assert [run.status for run in runs] == [1, 1]
+    assert "check failed on ranks [0, 1]" in runs[0].output
+
+
+def test_train_makes_the_calls_of_the_lessons_1f1b(
+    worker_pool: WorkerPool, words: list[str]
+) -> None:
+    more = [*words, "--max-steps=1"]
+    runs = worker_pool.run(run_train, CHAPTER, *more, world_size=4, timeout=60)
+    assert len(runs) == 4
+    for index, run in enumerate(runs):
+        first_step = [call for stage, call in run.calls if stage == index][:8]
+        assert " ".join(first_step) == order("one_f_one_b", index, 4, 4)
+
+
+def run_until(chapter: str, words: list[str], stop_after: int) -> Run:
+    """Be a rank of a run that stops after so many steps."""
+    return run_train(chapter, *words, stop_after=stop_after)
+
+
+def test_checkpoint_goes_from_03_to_08_and_back(
+    worker_pool: WorkerPool, text: Path, tmp_path: Path
+) -> None:
+    words = [*TINY, "--layers=3", f"--text={text}", "--lr=0.01"]
+    uninterrupted, path = tmp_path / "uninterrupted.pt", tmp_path / "gpt.pt"
+    legs = [
+        (CHAPTER, 3, 0, uninterrupted),
+        ("03_ddp_torchrun", 1, 1, path),
+        (CHAPTER, 3, 2, path),
+        ("03_ddp_torchrun", 1, 0, path),
+    ]
+    assert len(legs) == 4
+    uneven, runs = [*words, f"--checkpoint={path}", "--batch-size=3"], []
+    for chapter, n, stop_after, file in legs:
+        runs = worker_pool.run(
+            run_until,
+            chapter,
+            [*words, f"--checkpoint={file}"],
+            stop_after,
+            world_size=n,
+            timeout=60,
+        )
+        assert [run.status for run in runs] == [0] * n, runs[0].output
+        if stop_after == 1:
+            (refused,) = worker_pool.run(run_until, CHAPTER, uneven, 0, world_size=1)
+            assert refused.status == 2
+            assert "micro-batches must be equal" in refused.output
+    assert "step 2, global batch size 16" in runs[0].output
+    assert "16 x 3 = 48 different samples" in runs[0].output
+    expected, found = (
+        torch.load(one, weights_only=True) for one in (uninterrupted, path)
+    )
+    torch.testing.assert_close(found["model"], expected["model"], rtol=1e-3, atol=1e-5)
+    ours, alone = (one["training"]["optimizer"]["state"] for one in (found, expected))
+    assert list(ours) == list(alone) == list(range(len(ours))) and len(ours) > 20
+    for number in ours:
+        for moment in ("exp_avg", "exp_avg_sq"):
+            theirs = alone[number][moment]
+            torch.testing.assert_close(
+                ours[number][moment], theirs, rtol=1e-2, atol=1e-7
+            )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layers", "samples", "complaint"),
+    [
+        ("1F1B", 1, 64, "1 layers are too few for 2 stages"),
+        ("ZBVZeroBubble", 3, 64, "3 layers are too few for 4 stages"),
+        ("GPipe", 2, 60, "micro-batches must be equal"),
+        ("1F1B", 2, 16, r"1 micro-batch\(es\) are too few for 2 ranks"),
+        ("Interleaved1F1B", 4, 112, "7 micro-batches do not divide into 3 rounds"),
+    ],
+)
+def test_cut_that_pytorch_cannot_place_is_refused(
+    schedule: str, layers: int, samples: int, complaint: str
+) -> None:
+    check_cut = script("staged_gpt").check_cut
+    options = Namespace(schedule=schedule, layers=layers, batch_size=16)
+    with pytest.raises(ValueError, match=complaint):
+        check_cut(options, samples, 2)
+    options.layers = 8
+    check_cut(options, 64, 2)
+
+
+def test_train_refuses_in_one_line(worker_pool: WorkerPool, text: Path) -> None:
+    words = [*TINY, f"--text={text}", "--layers=1"]
+    runs = worker_pool.run(run_train, CHAPTER, *words)
+    assert [run.status for run in runs] == [2, 2]
+    complaint = "1 layers are too few for 2 stages"
+    assert [complaint in run.output for run in runs] == [True, True]
+
+
+@pytest.mark.smoke
+def test_two_stages_are_started_as_the_page_says() -> None:
+    result = torchrun(ROOT / CHAPTER / "two_stages.py", nproc=2, timeout=60)
+    assert result.returncode == 0
+    assert "gradients of two stages are one process's" in result.stdout

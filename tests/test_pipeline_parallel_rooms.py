@@ -1,0 +1,487 @@
+"""Chapter 08, its rooms: who waits, what goes wrong, where to cut, exercises."""
+
+import contextlib
+import functools
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from answers import broken_pipeline, stage_order
+from launch import ROOT, python
+from lessons import run_lesson
+from scripts import load_chapter
+from worker_pool import WorkerPool
+
+BUBBLE = "08_pipeline_parallel/bubble"
+BALANCE = "08_pipeline_parallel/balance"
+EXERCISES = "08_pipeline_parallel/exercises"
+LINK = "08_pipeline_parallel/link"
+MISTAKES = "08_pipeline_parallel/mistakes"
+
+
+def script(room: str, name: str) -> Any:
+    """Return a module of a room."""
+    return load_chapter(room)[name]
+
+
+def run_here(room: str, name: str, *words: str) -> tuple[Any, str]:
+    """Be one rank of a lesson; return its exit code and its output, or complaint."""
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return 0, run_lesson(room, name, *words)
+    except SystemExit as end:
+        return end.code, errors.getvalue()
+
+
+# --- bubble/: who waits, and what is kept. ----------
+
+
+def bubble_of(words: list[str], fault: str = "") -> tuple[Any, str]:
+    """Run bubble.py on this rank, with one of its parts broken."""
+    timed = script(BUBBLE, "timed_stages")
+    faults = {
+        "": contextlib.nullcontext(),
+        "other order": mock.patch.dict(
+            timed.BY_HAND, {"one_f_one_b.py": one_at_a_time, "gpipe.py": one_at_a_time}
+        ),
+        "units": mock.patch.dict(timed.UNITS, {"W": 2}),
+    }
+    with faults[fault]:
+        return run_here(BUBBLE, "bubble", *words)
+
+
+def one_at_a_time(stage: Any, micro_batches: int) -> None:
+    """Let no two micro-batches be in flight: right gradients, and long waits."""
+    for i in range(micro_batches):
+        stage.forward(i)
+        stage.backward(i)
+
+
+ROW = re.compile(r"^(\S+) +([\d.]+)% +([\d.]+)% +([\d.]+)%  (.*)$", re.M)
+
+
+def bubbles_in(text: str) -> dict[str, tuple[float, float, float, list[float]]]:
+    """Return formula, replayed, measured and in flight, by the schedule's name."""
+    return {
+        name: (float(a), float(b), float(c), [float(x) for x in kept.split(", ")])
+        for name, a, b, c, kept in ROW.findall(text)
+    }
+
+
+@pytest.fixture(scope="module")
+def four_ranks(worker_pool: WorkerPool) -> dict[str, Any]:
+    """Record all schedules on four ranks with 8 micro-batches, once for all tests."""
+    ends = worker_pool.run(bubble_of, ["--ms=5"], world_size=4, timeout=120)
+    assert [code for code, _ in ends] == [0] * 4, ends
+    rows = bubbles_in(ends[0][1])
+    assert len(rows) == 7
+    return rows
+
+
+def test_idle_share_of_each_order_is_its_formula_s(four_ranks: dict[str, Any]) -> None:
+    plain, halved, zero = 100 * 3 / 11, 100 * 3 / 19, 100 * 3 / 51
+    expected = dict.fromkeys(["gpipe.py", "one_f_one_b.py", "GPipe", "1F1B"], plain)
+    expected |= {"Interleaved1F1B": halved}
+    expected |= dict.fromkeys(["InterleavedZeroBubble", "ZBVZeroBubble"], zero)
+    assert {name: row[1] for name, row in four_ranks.items()} == pytest.approx(
+        expected, abs=0.06
+    )
+    late = [name for name, share in expected.items() if four_ranks[name][2] < share - 1]
+    assert late == []
+
+
+def test_1f1b_waits_as_long_as_gpipe(four_ranks: dict[str, Any]) -> None:
+    assert four_ranks["1F1B"][1] == four_ranks["GPipe"][1] == pytest.approx(27.3)
+
+
+def test_zero_bubble_schedules_have_a_bubble(four_ranks: dict[str, Any]) -> None:
+    for name in ("InterleavedZeroBubble", "ZBVZeroBubble"):
+        assert 5 < four_ranks[name][1] < four_ranks[name][2]
+
+
+def test_first_stage_keeps_most_micro_batches(four_ranks: dict[str, Any]) -> None:
+    kept = {name: row[3] for name, row in four_ranks.items()}
+    assert kept["gpipe.py"] == kept["GPipe"] == [8, 8, 8, 8]
+    assert kept["one_f_one_b.py"] == kept["1F1B"] == [4, 3, 2, 1]
+
+
+def test_interleaving_keeps_more_than_1f1b(four_ranks: dict[str, Any]) -> None:
+    assert four_ranks["Interleaved1F1B"][3] == [5.5, 4.5, 3.5, 2.5]
+    assert four_ranks["InterleavedZeroBubble"][3] == [4, 4, 4, 4]
+    assert four_ranks["ZBVZeroBubble"][3] == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("fault", ["other order", "units"])
+def test_bubble_notices(worker_pool: WorkerPool, fault: str) -> None:
+    ends = worker_pool.run(bubble_of, ["--ms=1"], fault, world_size=2, timeout=60)
+    assert [code for code, _ in ends] == [1, 1]
+    assert "not so: 7 orders" in ends[0][1]
+
+
+@pytest.mark.slow
+def test_formulas_hold_for_other_numbers(worker_pool: WorkerPool) -> None:
+    for ranks, rounds in ((2, 5), (3, 2)):
+        words = ["--ms=1", f"--rounds={rounds}"]
+        ends = worker_pool.run(bubble_of, words, world_size=ranks, timeout=60)
+        assert [code for code, _ in ends] == [0] * ranks, ends
+
+
+def test_backward_takes_twice_the_time_of_forward_and_has_two_halves() -> None:
+    # Of 6 operations a weight and token forward takes 2 (Kaplan et al., 2020, section
+    # 2.1). Backward multiplies twice: one product each for the gradients of the input
+    # and of the weights (Qi et al., Zero Bubble Pipeline Parallelism, 2023).
+    units = load_chapter(BUBBLE)["timed_stages"].UNITS
+    assert units == {"F": 1, "B": (6 - 2) / 2, "I": 1, "W": 1}
+    layer = torch.nn.Linear(8, 8, bias=False)
+    x = torch.ones(2, 8, requires_grad=True)
+    with FlopCounterMode(display=False) as forward:
+        y = layer(x)
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    work = backward.get_total_flops(), forward.get_total_flops()
+    assert work[0] / work[1] == units["B"] / units["F"] == 2
+
+
+def test_recorded_numbers_are_the_picture_s() -> None:
+    numbers = json.loads((ROOT / "assets" / "08_bubble.json").read_text())
+    timelines = script(BUBBLE, "timelines")
+    assert (numbers["p"], numbers["m"], len(numbers["spans"])) == (4, 8, 7)
+    for name, ranks in numbers["spans"].items():
+        ideal = timelines.idle_share(timelines.replay(ranks))
+        formula = script(BUBBLE, "bubble").formula(name, 4, 8)
+        assert ideal == pytest.approx(float(formula))
+        calls = [tuple(span[:3]) for spans in ranks for span in spans]
+        parts = script(BUBBLE, "bubble").STAGES_ON_A_RANK[name]
+        kinds = 3 if "Zero" in name else 2
+        assert len(calls) == len(set(calls)) == kinds * 8 * 4 * parts
+
+
+def test_replay_refuses_ranks_that_wait_for_each_other() -> None:
+    calls = [[("B", 0, 0, 0, 0), ("F", 0, 0, 0, 0)], [("F", 1, 0, 0, 0)]]
+    with pytest.raises(ValueError, match="wait for each other"):
+        script(BUBBLE, "timelines").replay(calls)
+
+
+def real_stages(fault: str = "") -> tuple[Any, str]:
+    """Run two_real_stages.py on a smaller GPT."""
+    real, timed = script(BUBBLE, "two_real_stages"), script(BUBBLE, "timed_stages")
+    config = timed.GPTConfig(block_size=8, width=16, layers=4, heads=2, tied=False)
+    by_hand = dict(timed.BY_HAND)
+    if fault:
+        by_hand["one_f_one_b.py"] = by_hand["gpipe.py"]
+    with (
+        mock.patch.object(real, "CONFIG", config),
+        mock.patch.object(real, "BY_HAND", by_hand),
+    ):
+        return run_here(BUBBLE, "two_real_stages")
+
+
+def test_bytes_that_autograd_keeps_are_counted(worker_pool: WorkerPool) -> None:
+    ends = worker_pool.run(real_stages, timeout=60)
+    assert [code for code, _ in ends] == [0, 0], ends
+    ends = worker_pool.run(real_stages, "gpipe twice", timeout=60)
+    assert [code for code, _ in ends] == [1, 1]
+
+
+# --- mistakes/: each is provoked. ----------
+
+IN_PLACE = "one of the variables needed for gradient computation has been modified"
+# What the ranks print, and their exit codes.
+ENDS = {
+    "both_send_first": ("2000ms for send operation", "for send operation", 1, 1),
+    "sum_of_means": ("gradient: 4.000 times", "gradient: 4.000 times", 0, 0),
+    "step_too_early": (IN_PLACE, "micro-batch 1: loss", 1, 0),
+    "batch_norm": ("", "LayerNorm: 0.00 off", 0, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def shown() -> dict[str, list[tuple[str, int]]]:
+    """Run all mistakes at once; return what each rank printed, and its exit code."""
+    result = python(f"{MISTAKES}/show.py", *ENDS, timeout=100)
+    assert result.returncode == 0, result.output
+    found: dict[str, list[tuple[str, int]]] = {}
+    for part in result.stdout.split("--- ")[1:]:
+        name, *lines = part.splitlines()
+        found[name] = []
+        for rank in (0, 1):
+            said = [x[9:] for x in lines if x.startswith(f"rank {rank} | ")]
+            (code,) = re.findall(rf"^rank {rank}: exit code (-?\d+)$", part, re.M)
+            found[name].append((" ".join(said), int(code)))
+    assert list(found) == list(ENDS)
+    return found
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_mistake_of_a_pipeline_ends_as_described(
+    shown: dict[str, list[tuple[str, int]]], name: str
+) -> None:
+    first, second, *codes = ENDS[name]
+    ends = [said for said, _ in shown[name]]
+    assert [code for _, code in shown[name]] == codes
+    if name == "both_send_first":  # the second to end may see the first one gone
+        assert any(first in said for said in ends)
+    else:
+        assert first in ends[0] and second in ends[1]
+
+
+def test_every_mistake_of_a_pipeline_is_shown() -> None:
+    files = {path.stem for path in (ROOT / MISTAKES).glob("*.py")} - {"show"}
+    assert files == set(ENDS)
+
+
+def test_last_stage_steps_too_early_in_silence(
+    shown: dict[str, list[tuple[str, int]]],
+) -> None:
+    (_, failed), (said, ended) = shown["step_too_early"]
+    first, second = map(float, re.findall(r"loss ([\d.]+)", said))
+    assert (failed, ended) == (1, 0) and first > second + 0.01
+
+
+def test_batch_norm_sees_micro_batches(
+    shown: dict[str, list[tuple[str, int]]],
+) -> None:
+    (error,) = re.findall(r"BatchNorm: ([\d.]+) off", shown["batch_norm"][1][0])
+    assert float(error) > 0.1
+
+
+# --- balance/: where to cut, and tied weights. ----------
+
+
+def tied_with(fault: str) -> tuple[Any, str]:
+    """Run tied_weights.py, with or without the sum."""
+    tied = script(BALANCE, "tied_weights")
+    if fault:
+        with mock.patch.object(tied, "add_both_gradients", tied.leave_alone):
+            return run_here(BALANCE, "tied_weights")
+    return run_here(BALANCE, "tied_weights")
+
+
+def test_tied_ends_diverge_without_a_sum(worker_pool: WorkerPool) -> None:
+    ends = worker_pool.run(tied_with, "")
+    assert [code for code, _ in ends] == [0, 0], ends
+    apart = dict(re.findall(r"^(\w+) +\| .* head (\S+) from", ends[0][1], re.M))
+    assert float(apart["leave_alone"]) > 1e-3 and apart["add_both_gradients"] == "0e+00"
+    ends = worker_pool.run(tied_with, "no sum")
+    assert [code for code, _ in ends] == [1, 1]
+
+
+def balanced_with(fault: str) -> tuple[Any, str]:
+    """Run balance.py with a search that may be wrong."""
+    balance = script(BALANCE, "balance")
+
+    def first_layers_alone(seconds: list[float], stages: int) -> list[int]:
+        return [1] * (stages - 1) + [len(seconds) - stages + 1]
+
+    if not fault:
+        return run_here(BALANCE, "balance")
+    small = balance.GPTConfig(block_size=8, width=32, layers=8, heads=2, tied=False)
+    with (
+        mock.patch.object(balance, "best_cut", first_layers_alone),
+        mock.patch.object(balance, "CONFIG", small),
+    ):
+        return run_here(BALANCE, "balance")
+
+
+def test_equal_blocks_are_not_equal_stages(worker_pool: WorkerPool) -> None:
+    ends = worker_pool.run(balanced_with, "", timeout=90)
+    assert [code for code, _ in ends] == [0, 0], ends
+    (head,) = re.findall(r"head ([\d.]+) times a block", ends[0][1])
+    found = re.findall(
+        r"^(\w+): blocks \[(\d), (\d)\], .* ([\d.]+) ms", ends[0][1], re.M
+    )
+    (even, *equal, slow), (best, *uneven, fast) = found
+    assert (even, best, equal) == ("even", "best", ["4", "4"])
+    assert float(head) > 2 and uneven[0] > uneven[1] and float(fast) < float(slow)
+
+
+@pytest.mark.slow
+def test_a_worse_cut_is_noticed(worker_pool: WorkerPool) -> None:
+    ends = worker_pool.run(balanced_with, "first layers alone", timeout=90)
+    assert [code for code, _ in ends] == [1, 1]
+
+
+def test_best_cut_by_hand() -> None:
+    cuts = script(BALANCE, "cuts")
+    assert cuts.best_cut([1, 1, 1, 1, 4], 2) == [4, 1]
+    assert cuts.best_cut([3, 1, 1, 3], 3) == [1, 2, 1]
+    assert cuts.blocks_of([4, 1]) == [3, 0] and cuts.blocks_of([1, 2, 1]) == [0, 2, 0]
+    assert len(list(cuts.all_cuts(32, 3))) == 31 * 30 // 2
+    assert sorted(cuts.all_cuts(4, 3)) == [[1, 1, 2], [1, 2, 1], [2, 1, 1]]
+
+
+# --- link/: what is sent. ----------
+
+
+def three_ways_with(fault: str, samples: int = 8) -> tuple[Any, str]:
+    """Run three_ways.py on a smaller GPT, with one of its parts broken.
+
+    It crosses at 81 samples: 41,792 parameters by 16 tokens of width 32.
+    """
+    lesson, words = script(LINK, "three_ways"), [f"--samples={samples}"]
+    sizes = {"block_size": 16, "width": 32, "layers": 2, "heads": 4, "tied": False}
+    with contextlib.ExitStack() as stack:
+        small = mock.patch.object(lesson, "CONFIG", lesson.GPTConfig(**sizes))
+        stack.enter_context(small)
+        if fault == "no sum":
+            nothing = mock.patch.object(dist, "all_reduce", lambda *_, **__: None)
+            stack.enter_context(nothing)
+        if fault == "half":
+            right = lesson.expected_bytes
+            half = mock.patch.object(lesson, "expected_bytes", lambda *a: right(*a) / 2)
+            stack.enter_context(half)
+        return run_here(LINK, "three_ways", *words)
+
+
+def test_bytes_of_three_ways_and_where_they_cross(worker_pool: WorkerPool) -> None:
+    sent = {}
+    for samples in (8, 128):
+        ends = worker_pool.run(three_ways_with, "", samples, timeout=60)
+        assert [code for code, _ in ends] == [0, 0], ends
+        found = re.findall(r"^(\w+) +\| a rank sends +([\d.]+) MB", ends[0][1], re.M)
+        sent[samples] = {way: float(megabytes) for way, megabytes in found}
+        assert list(sent[samples]) == ["data", "tensor", "pipeline"]
+    assert min(sent[8], key=sent[8].__getitem__) == "pipeline"
+    assert min(sent[128], key=sent[128].__getitem__) == "data"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["no sum", "half"])
+def test_three_ways_notice(worker_pool: WorkerPool, fault: str) -> None:
+    ends = worker_pool.run(three_ways_with, fault, timeout=60)
+    assert [code for code, _ in ends] == [1, 1]
+    assert "not so: 3 ways" in ends[0][1]
+
+
+# --- exercises/. ----------
+
+
+def check_order(order_of: Callable) -> tuple[int, str]:
+    """Ask the checker; return its exit code and what it printed."""
+    printed = io.StringIO()
+    checker = script(EXERCISES, "check_stage_order")
+    with (
+        mock.patch.object(sys, "argv", ["stage_order.py"]),
+        contextlib.redirect_stdout(printed),
+    ):
+        try:
+            checker.check_stage_order(order_of)
+        except SystemExit as end:
+            return int(str(end.code)), printed.getvalue()
+    return 0, printed.getvalue()
+
+
+def test_answer_is_1f1b_s_order() -> None:
+    code, text = check_order(stage_order.order_of)
+    assert (code, text.splitlines()[-1][:20]) == (0, "check: 6 pipelines r")
+    assert text.startswith("stage 0 | F0 F1 F2 F3 .  .  .  B0 F4")
+
+
+def one_forward_too_many(stage: int, stages: int, micro_batches: int) -> list[str]:
+    """Run ahead by one more than needed."""
+    return stage_order.order_of(stage, stages + 1, micro_batches)
+
+
+def all_like_the_last(stage: int, stages: int, micro_batches: int) -> list[str]:
+    """Let no stage run ahead."""
+    return stage_order.order_of(stages - 1, stages, micro_batches)
+
+
+def backwards(stage: int, stages: int, micro_batches: int) -> list[str]:
+    """Run the last micro-batch's backward pass first."""
+    calls = [f"F{i}" for i in range(micro_batches)]
+    return calls + [f"B{i}" for i in reversed(range(micro_batches))]
+
+
+def forgets_the_last(stage: int, stages: int, micro_batches: int) -> list[str]:
+    """Leave the last backward pass out."""
+    return stage_order.order_of(stage, stages, micro_batches)[:-1]
+
+
+def waits_for_the_next(stage: int, stages: int, micro_batches: int) -> list[str]:
+    """Let stage 0 want its first gradient before the last stage has its input."""
+    calls = stage_order.order_of(stages - 1, stages, micro_batches)
+    late = stage_order.order_of(0, stages, micro_batches)
+    return calls if stage == 0 else late
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (None, "stage 0 has 6 in flight, where 4 are needed"),
+        (one_forward_too_many, "stage 0 has 5 in flight, where 4 are needed"),
+        (all_like_the_last, "stage 0 has 1 in flight, where 4 are needed"),
+        (backwards, "messages arrive in the order 0, 1, 2"),
+        (forgets_the_last, "stage 0 makes the calls B0 B1 B2 B3 B4, not B0"),
+        (waits_for_the_next, "the stages wait for each other"),
+    ],
+)
+def test_order_s_checker_says_what_is_wrong(answer: Any, hint: str) -> None:
+    untouched = script(EXERCISES, "stage_order").order_of
+    code, text = check_order(answer or untouched)
+    assert code == 1 and hint in text.splitlines()[-1]
+
+
+def step_with_flaw(
+    part: nn.Module, micro_batches: list, optimizer: torch.optim.Optimizer, flaw: str
+) -> None:
+    """Take the right step, but for one thing."""
+    if flaw == "sum":
+        many = [(x, y) for x, y in micro_batches]
+        share = {len(x): sum(len(x) for x, _ in many) / len(x) for x, _ in many}
+    elif flaw == "equal":
+        samples = sum(len(x) for x, _ in micro_batches)
+        share = {
+            len(x): samples / len(micro_batches) / len(x) for x, _ in micro_batches
+        }
+    else:
+        share = {len(x): 1.0 for x, _ in micro_batches}
+    right = broken_pipeline.mse_loss
+    norm = mock.patch.object(broken_pipeline.dist, "all_reduce", lambda *_: None)
+    loss = mock.patch.object(
+        broken_pipeline, "mse_loss", lambda y, to: right(y, to) * share[len(y)]
+    )
+    limit = mock.patch.object(broken_pipeline, "MAX_NORM", 1e9)
+    still = mock.patch.object(optimizer, "step", lambda: None)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(loss)
+        for name, patch in {"own": norm, "none": limit, "still": still}.items():
+            if flaw == name:
+                stack.enter_context(patch)
+        broken_pipeline.train_step(part, micro_batches, optimizer)
+
+
+def try_steps(flaws: list[str]) -> list[str]:
+    """Try the answer, and the answer with flaws; the page tries the exercise."""
+    checker = script(EXERCISES, "check_broken_pipeline")
+    found = [checker.try_pipeline(broken_pipeline.train_step)]
+    for flaw in flaws:
+        step = functools.partial(step_with_flaw, flaw=flaw)
+        found.append(checker.try_pipeline(step))
+    return found
+
+
+def test_broken_pipeline_s_checker(worker_pool: WorkerPool) -> None:
+    hints = {
+        "sum": "every micro-batch counts alike",
+        "equal": "every micro-batch counts alike",
+        "own": "this stage clips by the norm of its layers",
+        "none": "nothing is clipped",
+        "still": "its weights have not moved",
+    }
+    by_rank = worker_pool.run(try_steps, list(hints), timeout=60)
+    assert [found[0] for found in by_rank] == ["", ""]
+    assert len(by_rank[0]) == len(hints) + 1
+    for number, hint in enumerate(hints.values(), start=1):
+        assert all(hint in found[number] for found in by_rank), by_rank

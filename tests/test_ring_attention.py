@@ -1,0 +1,472 @@
+"""Chapter 09: attention and a GPT over a sequence that is cut over the ranks."""
+
+import contextlib
+import functools
+import io
+import itertools
+import re
+import signal
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+
+from answers import decode
+from lessons import run_lesson
+from scripts import load_chapter
+from worker_pool import RankDied, WorkerPool
+
+CHAPTER, EXERCISES = "09_one_mesh", "09_one_mesh/exercises"
+modules: dict[str, Any] = load_chapter(CHAPTER)
+ring, script = modules["ring_attention"], modules["context_parallel"]
+comparison = modules["context_comparison"]
+CHECKERS = load_chapter(EXERCISES)
+B, H, D = 2, 3, 8
+# Of 3 tokens some ranks hold none; 2n divides 16, mostly, and never 21.
+LENGTHS = (3, 16, 21)
+
+
+def contiguous(tokens: int, n: int) -> list[Tensor]:
+    """Give each rank an n-th of the positions, in their order."""
+    return list(torch.arange(tokens).tensor_split(n))
+
+
+def shuffled(tokens: int, n: int) -> list[Tensor]:
+    """Give each rank any positions, in any order."""
+    generator = torch.Generator().manual_seed(tokens)
+    return list(torch.randperm(tokens, generator=generator).tensor_split(n))
+
+
+WAYS: dict[str, Callable[[int, int], list[Tensor]]] = {
+    "contiguous": contiguous,
+    "zigzag": ring.zigzag,
+    "shuffled": shuffled,
+}
+
+
+# --- The order. ----------
+
+
+def test_zigzag_gives_an_early_and_a_late_chunk() -> None:
+    shards = ring.zigzag(16, 4)
+    assert [s.tolist() for s in shards] == [
+        [0, 1, 14, 15],
+        [2, 3, 12, 13],
+        [4, 5, 10, 11],
+        [6, 7, 8, 9],
+    ]
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_zigzag_holds_each_position_once(tokens: int) -> None:
+    for n in (1, 2, 3, 4):
+        shards = ring.zigzag(tokens, n)
+        assert len(shards) == n
+        assert sorted(torch.cat(shards).tolist()) == list(range(tokens))
+        lengths = [len(shard) for shard in shards]
+        assert max(lengths) - min(lengths) <= 2
+
+
+# --- Attention. ----------
+
+
+def leaves_of(tokens: int, scale: float, dtype: torch.dtype) -> list[Tensor]:
+    """Draw queries, keys, values and the gradient of the output; same on all ranks."""
+    generator = torch.Generator().manual_seed(5)
+    shape = (4, B, H, tokens, D)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    drawn[0] *= scale
+    return list(drawn)
+
+
+def attention_errors(
+    scale: float = 1.0, dtype: torch.dtype = torch.float64
+) -> list[float]:
+    """Compare output and three gradients with PyTorch's, for all ways and lengths."""
+    n, rank, errors = dist.get_world_size(), dist.get_rank(), []
+    for way, tokens in itertools.product(WAYS, LENGTHS):
+        *whole, grad = leaves_of(tokens, scale, dtype)
+        whole = [t.requires_grad_() for t in whole]
+        q, k, v = whole
+        right = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        rights = [right, *torch.autograd.grad(right, whole, grad)]
+        shards = WAYS[way](tokens, n)
+        mine = shards[rank]
+        parts = [t[..., mine, :].detach().requires_grad_() for t in whole]
+        found = ring.ring_attention(*parts, shards)
+        founds = [found, *torch.autograd.grad(found, parts, grad[..., mine, :])]
+        assert len(founds) == 4
+        for one, other in zip(founds, rights, strict=True):
+            assert one.shape == (B, H, len(mine), D)
+            errors.append(torch.dist(one, other[..., mine, :]).item())
+    assert len(errors) == 4 * len(WAYS) * len(LENGTHS)
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ring_attention_is_attention(worker_pool: WorkerPool, world_size: int) -> None:
+    results = worker_pool.run(attention_errors, world_size=world_size, timeout=90)
+    assert len(results) == world_size
+    for errors in results:
+        assert len(errors) == 4 * 3 * len(LENGTHS)
+        assert max(errors) < 1e-12, errors
+
+
+def test_large_scores_do_not_overflow(worker_pool: WorkerPool) -> None:
+    results = worker_pool.run(attention_errors, 1e4, world_size=2)
+    assert len(results) == 2
+    for errors in results:
+        # Gradients of keys have the size of the queries.
+        assert len(errors) == 36 and max(errors) < 1e-7, errors
+
+
+def test_float32_is_as_exact_as_float32(worker_pool: WorkerPool) -> None:
+    results = worker_pool.run(attention_errors, 1.0, torch.float32, world_size=2)
+    assert len(results) == 2
+    for errors in results:
+        assert len(errors) == 36 and 0 < max(errors) < 1e-4, errors
+
+
+def errors_in_pairs() -> float:
+    """Let ranks 0 and 1 share a sequence, and 2 and 3 another one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    group, rank = mesh["context"].get_group(), dist.get_rank()
+    q, k, v, _ = leaves_of(21, 1.0 + rank // 2, torch.float64)
+    shards = ring.zigzag(21, 2)
+    mine = shards[rank % 2]
+    parts = (t[..., mine, :] for t in (q, k, v))
+    found = ring.ring_attention(*parts, shards, group)
+    right = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return torch.dist(found, right[..., mine, :]).item()
+
+
+def test_ring_runs_in_a_group(worker_pool: WorkerPool) -> None:
+    errors = worker_pool.run(errors_in_pairs, world_size=4)
+    assert len(errors) == 4 and max(errors) < 1e-12
+
+
+def refusals() -> list[str]:
+    """Give shards of another length, and those of another number of ranks."""
+    told = []
+    for shards in (ring.zigzag(12, 2), ring.zigzag(20, 3)):
+        x = torch.zeros(B, H, 10, D)
+        try:
+            ring.ring_attention(x, x, x, shards)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_shards_that_do_not_fit_are_refused(worker_pool: WorkerPool) -> None:
+    by_rank = worker_pool.run(refusals)
+    said = ["has 10 tokens, not [6, 6]", "has 10 tokens, not [7, 7, 6]"]
+    assert by_rank == [[f"rank {rank} of 2 {end}" for end in said] for rank in (0, 1)]
+
+
+def receive_too_much() -> list[float]:
+    """Send three numbers to a rank that expects five."""
+    numbers = torch.full((5,), -1.0)
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(3), 1)
+    else:
+        dist.recv(numbers, 0)
+    return numbers.tolist()
+
+
+def test_a_receive_that_is_too_long_is_silent(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(receive_too_much)[1] == [1.0, 1.0, 1.0, -1.0, -1.0]
+
+
+def receive_too_little() -> None:
+    """Send five numbers to a rank that expects three."""
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(5), 1)
+    else:
+        dist.recv(torch.empty(3), 0)
+
+
+def test_a_receive_that_is_too_short_aborts(worker_pool: WorkerPool) -> None:
+    text = "Received data size doesn't match expected size."
+    with pytest.raises(RankDied, match=text) as died:
+        worker_pool.run(receive_too_little)
+    assert (died.value.rank, died.value.exitcode) == (1, -signal.SIGABRT)
+
+
+# --- What it costs. ----------
+
+
+def costs(way: str, tokens: int) -> dict[str, Any]:
+    """Count scores by step, bytes sent each way, and numbers kept for backward."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    *whole, grad = leaves_of(tokens, 1.0, torch.float64)
+    shards = WAYS[way](tokens, n)
+    mine = shards[rank]
+    q, k, v, grad = (t[..., mine, :].requires_grad_() for t in (*whole, grad))
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with (
+        comparison.Counted() as forward,
+        saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        out = ring.ring_attention(q, k, v, shards)
+    with comparison.Counted() as backward:
+        torch.autograd.grad(out, [q, k, v], grad)
+    return {
+        "scores": [scores // (B * H) for scores in forward.products[::2]],
+        "products": [len(forward.products), len(backward.products)],
+        "sent": [forward.sent, backward.sent],
+        "kept": sum(kept),
+    }
+
+
+def test_zigzag_ranks_compute_equally_much_in_each_step(
+    worker_pool: WorkerPool,
+) -> None:
+    results = worker_pool.run(costs, "zigzag", 32, world_size=4)
+    assert [found["scores"] for found in results] == [[64, 32, 32, 32]] * 4
+    # One product for the scores and one for the output; in backward, four more.
+    assert [found["products"] for found in results] == [[8, 20]] * 4
+
+
+def test_contiguous_ranks_wait_for_the_last(worker_pool: WorkerPool) -> None:
+    results = worker_pool.run(costs, "contiguous", 32, world_size=4)
+    scores = [found["scores"] for found in results]
+    assert scores == [[64, 0, 0, 0], [64, 64, 0, 0], [64, 64, 64, 0], [64] * 4]
+    slowest = sum(max(step) for step in zip(*scores, strict=True))
+    assert slowest / (sum(map(sum, scores)) / 4) == 2 * 4 / (4 + 1)
+
+
+@pytest.mark.parametrize(("world_size", "tokens"), [(1, 21), (2, 32), (4, 32), (4, 21)])
+def test_bytes_and_memory_are_by_the_formula(
+    worker_pool: WorkerPool, world_size: int, tokens: int
+) -> None:
+    results = worker_pool.run(costs, "zigzag", tokens, world_size=world_size)
+    n, lengths = world_size, [len(shard) for shard in ring.zigzag(tokens, world_size)]
+    token = 2 * B * H * D * 8  # a key and a value
+    assert len(results) == n
+    for rank, found in enumerate(results):
+        # A rank passes on what every rank had, but not the next one's back to it. It
+        # passes on the gradients of all keys but its own.
+        keys = tokens - lengths[(rank + 1) % n]
+        assert found["sent"] == [token * keys, token * (keys + tokens - lengths[rank])]
+        if tokens % n == 0:
+            forward = (n - 1) * token * tokens // n
+            assert found["sent"] == [forward, 2 * forward]
+        # Query, key, value, output, and one number for the softmax.
+        assert found["kept"] == B * H * lengths[rank] * (4 * D + 1)
+
+
+# --- The GPT. ----------
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gpt_on_parts_of_a_sequence_is_one_process(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    n = world_size
+    outputs = worker_pool.run(run_lesson, CHAPTER, "context_parallel", world_size=n)
+    assert outputs[1:] == [""] * (n - 1)
+    lines = outputs[0].splitlines()
+    first, last = ["1.0"] + ["0.0"] * (n - 1), ["1.0"] * n
+    zigzag = ["1.0"] + ["0.5"] * (n - 1)
+    assert len(lines) == 4
+    numbers = [re.findall(r"\d\.\d+", line) for line in lines[:3]]
+    assert numbers[0][:-1] == first + last
+    assert numbers[1][:-1] == zigzag * 2
+    assert abs(float(numbers[0][-1]) - 2 * n / (n + 1)) < 0.02
+    assert 1 <= float(numbers[1][-1]) < 1.03
+    assert abs(float(numbers[2][0]) - 6 * (n - 1) / n) < 0.02
+    claim = r"check: loss and 24 gradients are one process's to \de-1\d"
+    assert re.fullmatch(claim, lines[3])
+
+
+def ending(faults: list[tuple[Any, str, Any]]) -> tuple[Any, str]:
+    """Run the lesson with some of its parts replaced; return exit code and error."""
+    errors = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stderr(errors))
+        # A failed check leaves the group, which is the pool's.
+        stack.enter_context(mock.patch.object(modules["ranks"], "leave"))
+        for owner, name, fault in faults:
+            stack.enter_context(mock.patch.object(owner, name, fault))
+        try:
+            run_lesson(CHAPTER, "context_parallel")
+        except SystemExit as end:
+            return end.code, errors.getvalue()
+    return 0, ""
+
+
+FAULTS = [
+    "is_causal in each block",
+    "gradients of keys stay",
+    "weights not summed",
+    "mean of local means",
+    "embeds local positions",
+    "zigzag is contiguous",
+]
+
+
+def ends_with_faults() -> dict[str, tuple[Any, str]]:
+    """Run the lesson with one thing wrong, again and again."""
+    scores_of, loss_of_shard = ring.scores_of, script.loss_of_shard
+    arange, cross_entropy = torch.arange, F.cross_entropy
+
+    def local_positions(q: Tensor, k: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        # What is_causal=True on each block would do.
+        return scores_of(q, k, arange(q.shape[-2]), arange(k.shape[-2]))
+
+    def mean_of_local_means(model: Any, *tokens: Any) -> Tensor:
+        def mean(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+            whole = comparison.B * comparison.T / dist.get_world_size()
+            return cross_entropy(logits, labels) * whole
+
+        with mock.patch.object(F, "cross_entropy", mean):
+            return loss_of_shard(model, *tokens)
+
+    def embeds_local_positions(model: Any, *tokens: Any) -> Tensor:
+        embed = model.position_embedding.forward
+        with mock.patch.object(
+            model.position_embedding, "forward", lambda at: embed(arange(len(at)))
+        ):
+            return loss_of_shard(model, *tokens)
+
+    faults = {
+        "is_causal in each block": (ring, "scores_of", local_positions),
+        "gradients of keys stay": (
+            ring,
+            "received",
+            lambda x, length, _: x.new_zeros(*x.shape[:-2], length, x.shape[-1]),
+        ),
+        "weights not summed": (script, "add_up_gradients", lambda model: None),
+        "mean of local means": (script, "loss_of_shard", mean_of_local_means),
+        "embeds local positions": (script, "loss_of_shard", embeds_local_positions),
+        "zigzag is contiguous": (script, "zigzag", contiguous),
+    }
+    return {name: ending([fault]) for name, fault in faults.items()}
+
+
+def test_lesson_gone_wrong_is_noticed(worker_pool: WorkerPool) -> None:
+    by_rank = worker_pool.run(ends_with_faults, world_size=4)
+    said = "check failed on ranks [0, 1, 2, 3], not so: loss and 24 gradients"
+    assert len(by_rank) == 4
+    for rank, ends in enumerate(by_rank):
+        assert list(ends) == FAULTS
+        assert [code for code, _ in ends.values()] == [1] * 6
+        heard = [text.startswith(said) for _, text in ends.values()]
+        assert heard == [rank == 0] * 6, ends
+
+
+# --- PyTorch's own. ----------
+
+
+def try_context_parallel() -> str:
+    """Use PyTorch's context parallelism on a CPU; return what it says."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    q, k, v, _ = leaves_of(16, 1.0, torch.float32)
+    try:
+        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    except NotImplementedError as error:
+        return str(error)
+    return "it ran"
+
+
+def test_pytorchs_context_parallel_does_not_run_on_a_cpu(
+    worker_pool: WorkerPool,
+) -> None:
+    said = (
+        "Operator aten._scaled_dot_product_flash_attention_for_cpu.default "
+        "does not have a sharding strategy registered."
+    )
+    assert worker_pool.run(try_context_parallel) == [said] * 2
+
+
+# --- exercises/decode.py. ----------
+
+
+def flawed(q: Tensor, k: Tensor, v: Tensor, flaw: str) -> Tensor:
+    """Do what the answer does, but for one flaw."""
+    n = dist.get_world_size()
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    own = scores.softmax(-1) @ v
+    if flaw == "keys":
+        lengths: list[Any] = [None] * n
+        dist.all_gather_object(lengths, k.shape[1])
+        both = torch.stack([k, v])
+        all_ranks = [
+            both.new_empty(2, k.shape[0], length, k.shape[2]) for length in lengths
+        ]
+        for source, part in enumerate(all_ranks):
+            dist.broadcast(both if source == dist.get_rank() else part, source)
+        all_ranks[dist.get_rank()] = both
+        k, v = torch.cat(all_ranks, 2)
+        return F.scaled_dot_product_attention(q, k, v)
+    if flaw in ("mean", "sum", "by number"):
+        numbers = torch.tensor(float(k.shape[1]), dtype=q.dtype)
+        dist.all_reduce(numbers)
+        weight = {"mean": 1 / n, "sum": 1.0, "by number": k.shape[1] / numbers}[flaw]
+        dist.all_reduce(own := own * weight)
+        return own
+    if flaw == "amax":
+        largest = scores.amax(-1, keepdim=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    else:
+        largest = torch.zeros_like(q[..., :1])
+    p = (scores - largest).exp()
+    sums = torch.cat([p @ v, p.sum(-1, keepdim=True)], dim=-1)
+    dist.all_reduce(sums)
+    return sums[..., :-1] / sums[..., -1:]
+
+
+HINTS = {
+    "mean": "first case: this is the mean of the ranks' results: a rank counts by",
+    "sum": "first case: this is the sum of the ranks' results: a rank counts by the",
+    "by number": "first case: this is the mean of the ranks' results, weighted by",
+    "no maximum": "large scores: the result is not finite: which exponential is too",
+    "keys": "first case: right, but a message has ",
+}
+
+
+def tell_answers() -> list[str]:
+    """Let the checker try the stub, the answer and flawed answers."""
+    check = CHECKERS["check_decode"]
+    answers = [CHECKERS["decode"].attend_to_all, decode.attend_to_all]
+    answers += [functools.partial(flawed, flaw=flaw) for flaw in HINTS]
+    return [check.try_decode(answer) for answer in answers]
+
+
+def test_decode_is_told_what_is_wrong(worker_pool: WorkerPool) -> None:
+    told = worker_pool.run(tell_answers, world_size=3)
+    due = ["first case: this rank attends to its own keys alone", "", *HINTS.values()]
+    assert len(told) == 3 and len(due) == 7
+    for of_rank in told:
+        cut = [
+            text[: len(hint)] or text for text, hint in zip(of_rank, due, strict=True)
+        ]
+        assert cut == due
+
+
+def tell_amax() -> str:
+    """Try an answer that takes the largest of no scores."""
+    return CHECKERS["check_decode"].try_decode(functools.partial(flawed, flaw="amax"))
+
+
+@pytest.mark.slow
+def test_a_rank_without_keys_is_told(worker_pool: WorkerPool) -> None:
+    told = worker_pool.run(tell_amax, world_size=3, timeout=10)
+    assert len(told) == 3
+    assert told[1].startswith("a rank without keys: it ended with: amax(): Expected ")

@@ -1,0 +1,658 @@
+"""Chapter 07: layers on several ranks compute what one process computes."""
+
+import contextlib
+import io
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lessons import in_the_pool, run_lesson
+from scripts import load_chapter
+from tiny_gpt import write_text
+from worker_pool import RankError, WorkerPool
+
+CHAPTER = "07_tensor_parallel"
+modules: dict[str, Any] = load_chapter(CHAPTER)
+layers, gpt, by_hand, sent_and_kept = (
+    modules[n] for n in ("parallel_layers", "parallel_gpt", "by_hand", "sent_and_kept")
+)
+train, model = modules["train"], modules["model"]
+FLOAT64 = torch.float64
+TINY = ["--layers=1", "--width=16", "--heads=4", "--block-size=16", "--samples=48"]
+
+# @record, around main(), has faulthandler write to a stderr that pytest has taken.
+pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a text in a folder with a space in its name."""
+    return write_text(tmp_path_factory.mktemp("a folder") / "text.txt")
+
+
+def ending(script: str, faults: list[tuple[Any, str, Any]]) -> tuple[Any, str]:
+    """Run a lesson with some of its parts replaced; return exit code and last line."""
+    errors = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stderr(errors))
+        # A failed check leaves the group, which is the pool's.
+        stack.enter_context(mock.patch.object(modules["ranks"], "leave"))
+        for owner, name, fault in faults:
+            stack.enter_context(mock.patch.object(owner, name, fault))
+        try:
+            return 0, (run_lesson(CHAPTER, script).splitlines() or [""])[-1]
+        except SystemExit as end:
+            return end.code, errors.getvalue().strip()
+
+
+def assert_noticed(ends: list[tuple[Any, str]], claim: str) -> None:
+    """Assert that all ranks ended with an error, which rank 0 told."""
+    assert [code for code, _ in ends] == [1] * len(ends)
+    every_rank = list(range(len(ends)))
+    assert ends[0][1].startswith(f"check failed on ranks {every_rank}, not so: {claim}")
+
+
+def no_all_reduce(tensor: Tensor, *_: Any, **__: Any) -> None:
+    """Stand in for an all-reduce that is forgotten."""
+
+
+# --- One product. ----------
+
+
+MATRIX = """\
+in one process    | x A = [[31.0, 42.0]], gradient of x = [[201.0, 403.0]]
+columns, forward  | [[31.0]] [[42.0]] side by side
+columns, backward | [[1.0, 3.0]] [[200.0, 400.0]] to be added up
+rows, forward     | [[1.0, 2.0]] [[30.0, 40.0]] to be added up
+rows, backward    | [[201.0]] [[403.0]] side by side
+check: 9 results are those of one process
+"""
+
+
+@pytest.mark.smoke
+def test_two_of_four_products_are_sums(worker_pool: WorkerPool) -> None:
+    outputs = worker_pool.run(run_lesson, CHAPTER, "matrix")
+    assert outputs == [MATRIX, ""]
+
+
+def matrix_ending(fault: str) -> tuple[Any, str]:
+    """Run matrix.py with one thing wrong."""
+    script = modules["matrix"]
+    faults: dict[str, list[tuple[Any, str, Any]]] = {
+        "cut": [(script, "cut", lambda w, dim: w.chunk(2, dim)[1 - dist.get_rank()])],
+        "all-reduce": [(script.dist, "all_reduce", no_all_reduce)],
+    }
+    return ending("matrix", faults[fault])
+
+
+@pytest.mark.parametrize("fault", ["cut", "all-reduce"])
+def test_wrong_product_is_noticed(worker_pool: WorkerPool, fault: str) -> None:
+    assert_noticed(worker_pool.run(matrix_ending, fault), "9 results are those of")
+
+
+# --- The layers. ----------
+
+
+def grads_of(module: nn.Module, x: Tensor, grad_y: Tensor) -> tuple[Tensor, ...]:
+    """Run a layer both ways; return output and gradients of input, weight and bias."""
+    x = x.clone().requires_grad_()
+    y = module(x)
+    return y, *torch.autograd.grad(y, [x, *module.parameters()], grad_y)
+
+
+def layer_errors() -> dict[str, float]:
+    """Compare layers of 8 to 12 features with nn.Linear of the same seed."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    x, grad_y = (torch.randn(3, 5, width).double() for width in (8, 12))
+    errors = {}
+
+    def mine(whole: Tensor, dim: int) -> Tensor:
+        return whole.chunk(n, dim)[rank]
+
+    def note(name: str, found: Any, right: Any) -> None:
+        assert len(found) == len(right)
+        assert all(a.shape == b.shape for a, b in zip(found, right, strict=True))
+        apart = [(a - b).abs().max() for a, b in zip(found, right, strict=True)]
+        errors[name] = max(apart).item()
+
+    for bias in (True, False):
+        torch.manual_seed(3)
+        plain = nn.Linear(8, 12, bias).double()
+        y, grad_x, grad_weight, *grad_bias = grads_of(plain, x, grad_y)
+        for gathers in (True, False):
+            torch.manual_seed(3)
+            layer = layers.ColumnParallelLinear(8, 12, bias, gathers).double()
+            found = grads_of(layer, x, grad_y if gathers else mine(grad_y, -1))
+            right = [y if gathers else mine(y, -1), grad_x, mine(grad_weight, 0)]
+            right += [mine(b, 0) for b in grad_bias]
+            note(f"column {bias} {gathers}", found, right)
+        for is_parallel in (True, False):
+            torch.manual_seed(3)
+            layer = layers.RowParallelLinear(8, 12, bias, is_parallel).double()
+            found = grads_of(layer, mine(x, -1) if is_parallel else x, grad_y)
+            right = [y, mine(grad_x, -1) if is_parallel else grad_x]
+            note(
+                f"row {bias} {is_parallel}",
+                found,
+                [*right, mine(grad_weight, 1), *grad_bias],
+            )
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_layers_equal_linear(worker_pool: WorkerPool, world_size: int) -> None:
+    results = worker_pool.run(layer_errors, world_size=world_size)
+    assert len(results) == world_size
+    for errors in results:
+        assert len(errors) == 8
+        assert max(errors.values()) < 1e-13, errors
+
+
+def initial_scale() -> float:
+    """Return how wide the weights of a row-parallel layer of 256 features are drawn."""
+    return layers.RowParallelLinear(256, 64, bias=False).weight.abs().max().item()
+
+
+def test_shards_are_drawn_by_the_whole_layers_fan_in(worker_pool: WorkerPool) -> None:
+    scales = worker_pool.run(initial_scale, world_size=4)
+    # nn.Linear draws from -1 / sqrt(256) to 1 / sqrt(256).
+    assert len(scales) == 4
+    assert min(scales) > 0.9 / 16 and max(scales) <= 1 / 16
+
+
+def ten_columns() -> None:
+    """Build a layer whose output does not divide by four ranks."""
+    layers.ColumnParallelLinear(8, 10)
+
+
+def test_features_that_do_not_divide_are_refused(worker_pool: WorkerPool) -> None:
+    with pytest.raises(RankError, match="10 is not divisible by 4 ranks"):
+        worker_pool.run(ten_columns, world_size=4)
+
+
+def vocabulary_errors() -> dict[str, float]:
+    """Compare embedding and cross-entropy with PyTorch's, labels in every shard."""
+    n, rank, errors = dist.get_world_size(), dist.get_rank(), {}
+    tokens = torch.randperm(64).view(4, 16)
+    torch.manual_seed(3)
+    plain = nn.Embedding(64, 8).double()
+    torch.manual_seed(3)
+    ours = gpt.VocabularyParallelEmbedding(64, 8).double()
+    grad = torch.randn(4, 16, 8).double()
+    plain(tokens).backward(grad)
+    ours(tokens).backward(grad)
+    errors["embedding"] = (ours(tokens) - plain(tokens)).abs().max().item()
+    shard = plain.weight.grad.chunk(n)[rank]  # type: ignore[union-attr]
+    errors["its gradient"] = (ours.weight.grad - shard).abs().max().item()
+    for scale in (1.0, 1e4):  # the exponential of 1e4 is infinite
+        logits = scale * torch.randn(64, 64).double()
+        whole = logits.clone().requires_grad_()
+        mine = logits.chunk(n, 1)[rank].clone().requires_grad_()
+        right = F.cross_entropy(whole, tokens.flatten())
+        loss = gpt.vocabulary_parallel_cross_entropy(mine, tokens.flatten())
+        (3 * right).backward()
+        (3 * loss).backward()
+        errors[f"loss {scale}"] = ((loss - right) / right).abs().item()
+        shard = whole.grad.chunk(n, 1)[rank]  # type: ignore[union-attr]
+        errors[f"gradient {scale}"] = (mine.grad - shard).abs().max().item()  # type: ignore
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_vocabulary_is_split_exactly(worker_pool: WorkerPool, world_size: int) -> None:
+    results = worker_pool.run(vocabulary_errors, world_size=world_size)
+    assert len(results) == world_size
+    for errors in results:
+        assert len(errors) == 6
+        assert max(errors.values()) < 1e-13, errors
+
+
+# --- The whole GPT. ----------
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gpt_by_hand_is_one_process_after_50_steps(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    outputs = worker_pool.run(run_lesson, CHAPTER, "by_hand", world_size=world_size)
+    assert outputs[1:] == [""] * (world_size - 1)
+    lines = outputs[0].splitlines()
+    assert len(lines) == 5
+    n, L, whole, for_loss = world_size, 2, 4 * 32 * 64 * 8, 3 * 4 * 32 * 8
+    assert lines[1] == (
+        f"all-reduced in a step | {4 * L + 2} x {whole:,} bytes, and {for_loss:,} for "
+        "the loss"
+    )
+    sent = ((4 * L + 2) * whole + for_loss) * 2 * (n - 1) // n
+    assert lines[2] == f"sent by each rank in a step | {sent:,} bytes"
+    before, after = map(float, re.findall(r"\d\.\d+", lines[3]))
+    assert 5 < before < 6 and after < before - 2
+    (apart,) = re.findall(r"^check: losses, weights, gradients within (\S+)$", lines[4])
+    assert float(apart) < 1e-9
+
+
+def hand_ending(fault: str) -> tuple[Any, str]:
+    """Run by_hand.py with one thing wrong, for fewer steps."""
+    forgotten: Any = staticmethod(lambda ctx, grad: (grad, None))
+    twice: Any = staticmethod(lambda ctx, grad: (layers.all_reduced(grad), None))
+    index = gpt.local_index
+
+    def next_rank(tokens: Tensor, rows: int, group: Any) -> tuple[Tensor, Tensor]:
+        return index((tokens + rows) % 256, rows, group)
+
+    faults = {
+        "f sends nothing": (layers.CopyToRanks, "backward", forgotten),
+        "g sends twice": (layers.SumOverRanks, "backward", twice),
+        "vocabulary": (gpt, "local_index", next_rank),
+        "sum": (layers, "all_reduced", lambda x, *_: 2 * x.detach()),
+    }
+    return ending("by_hand", [faults[fault], (by_hand, "STEPS", 3)])
+
+
+@pytest.mark.parametrize(
+    "fault", ["f sends nothing", "g sends twice", "vocabulary", "sum"]
+)
+def test_gpt_gone_wrong_is_noticed(worker_pool: WorkerPool, fault: str) -> None:
+    assert_noticed(worker_pool.run(hand_ending, fault), "losses, weights, gradients")
+
+
+def seeded_alike() -> bool:
+    """Compare the shards that a parallel GPT draws with what GPT draws."""
+    config = model.GPTConfig(block_size=16, width=16)
+    torch.manual_seed(5)
+    alone = model.GPT(config)
+    torch.manual_seed(5)
+    ours = dict(gpt.ParallelGPT(config).named_parameters())
+    assert list(ours) == [name for name, _ in alone.named_parameters()]
+    shards = {n: gpt.shard_like(alone.get_parameter(n), ours[n]) for n in ours}
+    assert len(shards) == 24
+    assert sum(shards[n].shape != alone.get_parameter(n).shape for n in ours) == 13
+    return all(torch.equal(shards[n], ours[n]) for n in ours)
+
+
+def test_parallel_gpt_draws_the_weights_of_gpt(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(seeded_alike, world_size=4) == [True] * 4
+
+
+# --- The same by parallelize_module. ----------
+
+
+T, D, L, B = 16, 16, 2, 4
+
+
+def gpt_of(dtype: torch.dtype = FLOAT64, **sizes: Any) -> Any:
+    """Build a small GPT, always with the same weights."""
+    torch.manual_seed(7)
+    config = model.GPTConfig(block_size=T, width=D, layers=L, **sizes)
+    return model.GPT(config).to(dtype)
+
+
+def batches_of(steps: int) -> list[Tensor]:
+    """Draw inputs and labels, the same on every rank."""
+    generator = torch.Generator().manual_seed(11)
+    return list(torch.randint(256, (steps, 2, B, T), generator=generator))
+
+
+def take_steps(one: Any, make: Callable = torch.optim.AdamW, **settings: Any) -> None:
+    """Clip and step as train.py does."""
+    optimizer = make(one.parameters(), 0.01, **settings)
+    for batch in batches_of(3):
+        optimizer.zero_grad()
+        one(*batch).backward()
+        torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+        optimizer.step()
+
+
+class Planned(NamedTuple):
+    """What a plan did: largest errors, collectives of (B, T, D), shards' sizes."""
+
+    by_hand: float
+    gradient: float
+    weights: float
+    calls: Counter
+    numbers: int
+
+
+def by_plan() -> Planned:
+    """Compare train.PLAN with the layers by hand, and with one process."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    alone, ours = gpt_of(), train.split_over_ranks(gpt_of(), mesh, train.PLAN)
+    torch.manual_seed(7)
+    hand = gpt.ParallelGPT(gpt_of().config)
+    for name, p in hand.double().named_parameters():
+        p.detach().copy_(gpt.shard_like(alone.get_parameter(name), p))
+    (batch,) = batches_of(1)
+    with sent_and_kept.Collectives() as calls:
+        loss = ours(*batch)
+        loss.backward()
+    found = [(alone(*batch), loss), (hand(*batch), loss)]
+    for one, _ in found:
+        one.backward()
+    gradients = [
+        (p.grad.full_tensor(), alone.get_parameter(name).grad)
+        for name, p in ours.named_parameters()
+    ]
+    shards = [
+        (gpt.shard_like(p.grad.full_tensor(), q), q.grad)
+        for (_, p), q in zip(ours.named_parameters(), hand.parameters(), strict=True)
+    ]
+    take_steps(alone, fused=True)
+    take_steps(ours, fused=True)  # as train.py does
+    weights = [
+        (p.full_tensor(), alone.get_parameter(name))
+        for name, p in ours.named_parameters()
+    ]
+    assert len(gradients) == len(shards) == len(weights) == 24
+    whole = Counter(name for name, nbytes in calls.noted if nbytes == B * T * D * 8)
+
+    def apart(pairs: list[Any]) -> float:
+        return max((a - b).abs().max().item() for a, b in pairs)
+
+    numbers = sum(p.to_local().numel() for p in ours.parameters())
+    return Planned(
+        apart([*found, *shards]), apart(gradients), apart(weights), whole, numbers
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_plan_is_the_layers_by_hand_and_one_process(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    results = worker_pool.run(by_plan, world_size=world_size)
+    assert len(results) == world_size
+    matrices, norms = 2 * 12 * D * D + 256 * D + T * D, (2 * L + 1) * 2 * D
+    for found in results:
+        assert max(found.by_hand, found.gradient) < 1e-12
+        assert found.weights < 1e-9
+        assert found.calls["all_reduce"] == 4 * L + 2
+        assert found.numbers == matrices // world_size + norms
+
+
+def without_norms_in_the_plan() -> tuple[int, bool, list[str]]:
+    """Leave norms and positions out of the plan, as the tutorials do."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ours = gpt_of()
+    plan = {
+        name: style
+        for name, style in train.PLAN.items()
+        if "norm" not in name and "position" not in name
+    }
+    train.parallelize_module(ours, mesh, plan)
+    is_tied = ours.head.weight is ours.token_embedding.weight
+    (batch,) = batches_of(1)
+    with sent_and_kept.Collectives() as calls:
+        ours(*batch).backward()
+    reduced = [n for n, b in calls.noted if (n, b) == ("all_reduce", B * T * D * 8)]
+    said = []
+    parameters = list(ours.parameters())
+    for call in (
+        lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0),
+        torch.optim.AdamW(parameters, fused=True).step,
+    ):
+        with pytest.raises(RuntimeError) as refused:
+            call()
+        said.append(str(refused.value))
+    return len(reduced), is_tied, said
+
+
+def test_plan_without_norms_all_reduces_more_and_cannot_be_clipped(
+    worker_pool: WorkerPool,
+) -> None:
+    results = worker_pool.run(without_norms_in_the_plan)
+    assert len(results) == 2
+    for reduced, _, said in results:
+        # Query, key and value all-reduce the gradient of their input one by one.
+        assert reduced == 6 * L + 2
+        assert len(said) == 2
+        assert all("got mixed torch.Tensor and DTensor" in text for text in said)
+
+
+def test_parallelize_module_unties_weights(worker_pool: WorkerPool) -> None:
+    results = worker_pool.run(without_norms_in_the_plan)
+    assert [is_tied for _, is_tied, _ in results] == [False, False]
+
+
+def layout_of_embedding_gradient() -> tuple[Any, ...]:
+    """Return the shapes of an untied embedding's shard and of its gradient's."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ours = train.split_over_ranks(gpt_of(tied=False), mesh, train.PLAN)
+    ours(*batches_of(1)[0]).backward()
+    weight = ours.token_embedding.weight
+    head = ours.head.weight.grad.to_local()
+    shapes = weight.to_local(), weight.grad.to_local(), head
+    return tuple(tuple(tensor.shape) for tensor in shapes)
+
+
+def test_embedding_split_by_rows_has_a_whole_gradient(worker_pool: WorkerPool) -> None:
+    shapes = worker_pool.run(layout_of_embedding_gradient)
+    assert shapes == [((128, D), (256, D), (128, D))] * 2
+
+
+# --- train.py as a whole. ----------
+
+
+class Run(NamedTuple):
+    """What a rank of train.py printed, and how it ended."""
+
+    output: str
+    errors: str
+    status: Any
+
+
+def run_train(*words: str) -> Run:
+    """Be a rank of train.py in the pool's group, from the command line to the end."""
+    output, errors, status = io.StringIO(), io.StringIO(), 0
+    with (
+        in_the_pool(train.ranks, *words),
+        mock.patch.object(train.GPT, "generate", lambda *_, **__: "..."),  # is slow
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            train.main(train.ranks.read_options(**train.OPTIONS))
+        except SystemExit as end:
+            status = end.code
+    return Run(output.getvalue(), errors.getvalue(), status)
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_train_sees_each_sample_once_on_all_ranks(
+    worker_pool: WorkerPool, text: Path, world_size: int
+) -> None:
+    words = [
+        *TINY,
+        "--batch-size=8",
+        "--max-epochs=2",
+        f"--text={text}",
+        "--dropout=0.1",
+    ]
+    runs = worker_pool.run(run_train, *words, world_size=world_size)
+    assert [run.status for run in runs] == [0] * world_size, runs[0].errors
+    assert [run.output for run in runs[1:]] == [""] * (world_size - 1)
+    lines = runs[0].output.splitlines()
+    for epoch in range(2):
+        product = "global batch size x steps = 8 x 6 = 48 different samples"
+        assert f"epoch {epoch} | {product}" in lines
+    (error,) = re.findall(
+        rf"^check: {world_size} rank\(s\) gather the same bits, and a gradient (\S+) ",
+        lines[-1],
+    )
+    assert float(error) < 1e-5
+
+
+def run_until(chapter: str, stop: int, *words: str) -> None:
+    """Be a rank of a chapter's train.py that saves at step `stop` and leaves."""
+    script = load_chapter(chapter)["train"]
+
+    def save_when_due(run: Any) -> bool:
+        if run.step == stop:
+            run.save()
+        return run.step == stop
+
+    torch.set_default_dtype(FLOAT64)
+    state = script.checkpoint.TrainingState
+    with (
+        in_the_pool(script.ranks, *words),
+        mock.patch.object(state, "save_when_due", save_when_due),
+        mock.patch.object(state, "note_signals"),
+        mock.patch.object(script.GPT, "generate", lambda *_, **__: "..."),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        script.main(script.ranks.read_options(**script.OPTIONS))
+
+
+def test_checkpoints_travel_between_chapters(
+    worker_pool: WorkerPool, text: Path, tmp_path: Path
+) -> None:
+    ddp, samples = "03_ddp_torchrun", [*TINY, "--max-epochs=3", f"--text={text}"]
+    alone, mixed = (f"--checkpoint={tmp_path / n}.pt" for n in ("alone", "mixed"))
+    # The same 8 samples in each of 18 steps: DDP has 4 on each of its two ranks.
+    run = worker_pool.run
+    run(run_until, ddp, 18, *samples, "--batch-size=8", alone, world_size=1)
+    run(run_until, ddp, 6, *samples, "--batch-size=4", mixed)
+    run(run_until, CHAPTER, 12, *samples, "--batch-size=8", mixed, world_size=4)
+    run(run_until, ddp, 18, *samples, "--batch-size=4", mixed)
+    right, found = (
+        torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        for name in ("alone", "mixed")
+    )
+    assert found["training"]["step"] == right["training"]["step"] == 18
+    assert list(found["model"]) == list(right["model"]) and len(right["model"]) == 15
+    for name, tensor in right["model"].items():
+        assert (found["model"][name] - tensor).abs().max() < 1e-9, name
+
+
+def train_ending(fault: str, words: list[str]) -> Run:
+    """Run train.py with gradients summed once too often, or with a seed by rank."""
+    seed, rank = torch.manual_seed, dist.get_rank()
+    wrong: tuple[Any, str, Any] = {
+        "sum": (train.data, "whole", lambda tensor: 2 * tensor.full_tensor()),
+        "dropout": (torch, "manual_seed", lambda number: seed(number + rank)),
+    }[fault]
+    with mock.patch.object(train.ranks, "leave"), mock.patch.object(*wrong):
+        return run_train(*words)
+
+
+@pytest.mark.parametrize("fault", ["sum", "dropout"])
+def test_train_gone_wrong_is_noticed(
+    worker_pool: WorkerPool, text: Path, fault: str
+) -> None:
+    words = [
+        *TINY,
+        "--batch-size=8",
+        "--max-steps=2",
+        f"--text={text}",
+        "--dropout=0.1",
+    ]
+    runs = worker_pool.run(train_ending, fault, words)
+    assert [run.status for run in runs] == [1, 1]
+    assert "check failed on ranks [0, 1], not so: 2 rank(s) gather" in runs[0].errors
+
+
+# --- Sequence parallelism. ----------
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sequence_parallel_sends_as_much_and_keeps_less(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    outputs = worker_pool.run(
+        run_lesson, CHAPTER, "sequence_parallel", world_size=world_size
+    )
+    assert outputs[1:] == [""] * (world_size - 1)
+    *lines, last = outputs[0].splitlines()
+    assert last == "check: three times one process's gradient; memory by the formula"
+    found = [
+        re.fullmatch(r"(.{10}) \| sends (\S+) bytes \| keeps (\S+) x \(B, T, D\)", line)
+        for line in lines
+    ]
+    assert len(found) == 3 and all(found)
+    names, sent, kept = zip(*(one.groups() for one in found if one), strict=True)
+    assert [name.strip() for name in names] == ["tensor", "+ sequence", "+ loss"]
+    assert sent[0] == sent[1] and kept[0] > kept[1] > kept[2]
+    n, whole = world_size, 4 * 64 * 64 * 8
+    logits, positions = 4 * 64 * 256 * 8, 64 * 64 * 8
+    ring = ((4 * 2 + 2) * whole + positions) * 2 * (n - 1) // n
+    assert sent[0] == f"{ring + logits * (n - 1) // n:,}"
+    for_loss = 3 * 4 * 64 * 8
+    assert sent[2] == f"{ring + for_loss * 2 * (n - 1) // n:,}"
+
+
+def sequence_ending(fault: str) -> tuple[Any, str]:
+    """Run sequence_parallel.py with one thing wrong."""
+    script = modules["sequence_parallel"]
+    wrong = {
+        "gathered thrice": {
+            "+ sequence": ([script.SEQUENCE_PLAN], contextlib.nullcontext)
+        },
+        "memory": {"+ loss": script.WAYS["+ sequence"]},
+    }
+    return ending("sequence_parallel", [(script, "WAYS", script.WAYS | wrong[fault])])
+
+
+@pytest.mark.parametrize("fault", ["gathered thrice", "memory"])
+def test_sequence_parallel_gone_wrong_is_noticed(
+    worker_pool: WorkerPool, fault: str
+) -> None:
+    ends = worker_pool.run(sequence_ending, fault)
+    assert_noticed(ends, "three times one process's gradient")
+
+
+def steps_by_sequence() -> list[float]:
+    """Train with norms whose gradients are partial; return the largest errors."""
+    script, errors = modules["sequence_parallel"], []
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plans, _ = script.WAYS["+ sequence"]
+    for make, settings in (
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.SGD, {}),
+    ):
+        alone, ours = gpt_of(), train.split_over_ranks(gpt_of(), mesh, *plans)
+        for one in (alone, ours):
+            take_steps(one, make, **settings)
+        norm = ours.blocks[0].mlp_norm.weight
+        assert (
+            norm.grad.placements[0].is_partial() and norm.placements[0].is_replicate()
+        )
+        apart = [
+            (p.full_tensor() - q).abs().max().item()
+            for p, q in zip(ours.parameters(), alone.parameters(), strict=True)
+        ]
+        assert len(apart) == 24
+        errors.append(max(apart))
+    return errors
+
+
+def test_optimizers_add_up_the_norms_partial_gradients(worker_pool: WorkerPool) -> None:
+    results = worker_pool.run(steps_by_sequence)
+    assert len(results) == 2
+    for errors in results:
+        assert len(errors) == 3 and max(errors) < 1e-9
+
+
+def clip_by_value() -> str:
+    """Clip the values of norms' partial gradients; return what PyTorch says."""
+    script, mesh = modules["sequence_parallel"], init_device_mesh("cpu", (2,))
+    ours = train.split_over_ranks(gpt_of(), mesh, *script.WAYS["+ sequence"][0])
+    ours(*batches_of(1)[0]).backward()
+    with pytest.raises(RuntimeError) as refused:
+        torch.nn.utils.clip_grad_value_(ours.parameters(), 0.1)
+    return str(refused.value)
+
+
+def test_partial_gradients_are_not_clipped_by_value(worker_pool: WorkerPool) -> None:
+    said = worker_pool.run(clip_by_value)
+    words = "in-place operations that require placement changes are not supported."
+    assert [words in text and "Partial(sum)" in text for text in said] == [True] * 2

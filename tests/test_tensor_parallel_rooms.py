@@ -1,0 +1,584 @@
+"""Chapter 07, its rooms: mistakes, exercises, and when tensor parallelism pays."""
+
+import contextlib
+import functools
+import io
+import json
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from launch import ROOT, python
+from lessons import in_the_pool
+from scripts import load_chapter
+from worker_pool import RankError, WorkerPool
+
+CHAPTER = "07_tensor_parallel"
+MISTAKES, EXERCISES, PAYS = (
+    f"{CHAPTER}/{room}" for room in ("mistakes", "exercises", "when_it_pays")
+)
+SHOW = load_chapter(MISTAKES)["show"]
+CHECKERS = load_chapter(EXERCISES)
+LAYERS = CHECKERS["parallel_layers"]
+
+# The answers use the chapter's layers by their plain name.
+with mock.patch.dict(sys.modules, {"parallel_layers": LAYERS}):
+    from answers import broken_block, gated_mlp
+
+# --- Mistakes. ----------
+
+
+def sources() -> dict[str, str]:
+    """Return the text of each script of the room."""
+    return {n: path.read_text() for n, path in SHOW.FILES.items() if n != "show"}
+
+
+def run_mistakes() -> dict[str, list[str]]:
+    """Run each script as it is, and mended."""
+    return {
+        name: [SHOW.what_it_prints(code), SHOW.what_it_prints(SHOW.mended(code))]
+        for name, code in sources().items()
+    }
+
+
+@pytest.fixture(scope="module")
+def printed(worker_pool: WorkerPool) -> dict[str, list[list[str]]]:
+    """Run all mistakes; return what ranks 0 and 1 print, as it is and mended."""
+    by_rank = worker_pool.run(run_mistakes, timeout=60)
+    return {
+        name: [list(both) for both in zip(*(of[name] for of in by_rank), strict=True)]
+        for name in by_rank[0]
+    }
+
+
+def numbers(text: str) -> list[float]:
+    """Return the numbers of a text."""
+    return [float(n) for n in re.findall(r"-?\d+(?:\.\d+)?", text)]
+
+
+def test_each_mistake_has_one_line_and_its_mend() -> None:
+    files = sources()
+    assert len(files) == 8
+    for name, text in files.items():
+        assert len(re.findall(r"^ *# WRONG: ", text, re.M)) == 1, name
+        assert len(SHOW.WRONG_LINE.findall(text)) == 1, name
+        assert 20 <= len(text.splitlines()) <= 60, name
+        assert SHOW.mended(text) != text, name
+
+
+def test_a_falling_loss_hides_a_missing_all_reduce(printed: dict) -> None:
+    wrong, mended = printed["input_gradient"]
+    for both, least, most in ((wrong, 0.3, 9), (mended, 0, 0)):
+        (start, end, apart, _), (_, _, other, _) = map(numbers, both)
+        assert end < 0.05 * start and apart == 0
+        assert least <= other <= most
+    assert len(wrong) == 2
+
+
+def test_whole_activations_need_one_dropout_mask(printed: dict) -> None:
+    wrong, mended = printed["dropout_differs"]
+    assert wrong[0] != wrong[1] and mended[0] == mended[1]
+    assert len(numbers(mended[0])) == 8
+
+
+def test_shards_need_dropout_masks_of_their_own(printed: dict) -> None:
+    wrong, mended = printed["dropout_equal"]
+    masks = [[text.splitlines()[0] for text in both] for both in (wrong, mended)]
+    assert masks[0][0] == masks[0][1] and masks[1][0] != masks[1][1]
+    noise = [numbers(both[0])[-1] for both in (wrong, mended)]
+    assert noise == pytest.approx([4.0, 8**0.5], abs=0.15)
+
+
+def test_a_bias_of_every_rank_is_learnt_by_halves(printed: dict) -> None:
+    wrong, mended = printed["bias_of_every_rank"]
+    assert wrong == ["loss 0.000, bias 1.50\n"] * 2
+    assert mended == ["loss 0.000, bias 3.00\n"] * 2
+
+
+def test_heads_that_do_not_divide_are_merged(printed: dict) -> None:
+    wrong, mended = printed["heads_do_not_divide"]
+    for text, right in zip(wrong, mended, strict=True):
+        assert text.startswith("3 heads of 4; here 1 of 6\n")
+        assert numbers(text)[4] > 0.5
+        assert right.startswith("4 heads of 3; here 2 of 3\n0.0 away")
+    assert len(wrong) == 2
+
+
+def test_fan_in_is_that_of_the_whole_matrix(printed: dict) -> None:
+    wrong, mended = (numbers(both[0]) for both in printed["fan_in_of_a_shard"])
+    assert wrong == pytest.approx([0.816, 0.577], abs=0.02)
+    assert mended == pytest.approx([0.577, 0.577], abs=0.02)
+
+
+def test_shards_of_one_seed_stay_equal(printed: dict) -> None:
+    wrong, mended = (list(map(numbers, both)) for both in printed["twin_shards"])
+    assert [found[3] for found in wrong] == [0, 0]
+    assert mended[0][3] == 0 and mended[1][3] > 1
+    assert mended[0][0] < 0.7 * wrong[0][0]
+
+
+def test_tensor_parallel_ranks_need_the_same_samples(printed: dict) -> None:
+    assert printed["other_samples"] == [
+        ["sample 0: 43, in one process 7\n", "sample 1: 43, in one process 70\n"],
+        ["sample 0: 7, in one process 7\n"] * 2,
+    ]
+
+
+# --- What people get wrong, and what it says then. ----------
+
+
+def dropout_of_dtensors() -> tuple[list, list, list[str]]:
+    """Drop a sharded tensor, seeded alike, and a whole one, seeded by rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        torch.manual_seed(0)
+        cut = distribute_tensor(torch.ones(4, 64), mesh, [Shard(1)])
+        of_shard = F.dropout(cut, 0.5).to_local().tolist()  # pyright: ignore
+        torch.manual_seed(dist.get_rank())
+        whole = distribute_tensor(torch.ones(4, 64), mesh, [Replicate()])
+        of_whole = F.dropout(whole, 0.5).to_local().tolist()  # pyright: ignore
+    return of_shard, of_whole, [str(one.message) for one in warned]
+
+
+def test_dtensors_on_a_cpu_leave_dropout_masks_to_the_seeds(
+    worker_pool: WorkerPool,
+) -> None:
+    (shard_0, whole_0, _), (shard_1, whole_1, _) = worker_pool.run(dropout_of_dtensors)
+    assert shard_0 == shard_1 and whole_0 != whole_1
+    assert 0 < sum(value > 0 for row in shard_0 for value in row) < 4 * 32
+
+
+def gradient_through_the_deprecated_sum() -> list[float]:
+    """Differentiate a sum over ranks in two ways."""
+    import torch.distributed.nn.functional as differentiable
+
+    grads = []
+    for way in (differentiable.all_reduce, LAYERS.SumOverRanks.apply):
+        term = torch.ones((), requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            way(term * 1).backward()
+        grads.append(torch.as_tensor(term.grad).item())
+    return grads
+
+
+def test_differentiable_all_reduce_counts_the_loss_n_times(
+    worker_pool: WorkerPool,
+) -> None:
+    found = worker_pool.run(gradient_through_the_deprecated_sum, world_size=3)
+    assert found == [[3.0, 1.0]] * 3
+
+
+def parallelize_own_weights(
+    src_data_rank: int | None = 0,
+) -> tuple[bool, bool, list[float]]:
+    """Seed each rank differently, then split; return whose weights there are now."""
+    torch.manual_seed(0)
+    of_rank_0 = nn.Linear(4, 8, bias=False).weight.detach()
+    torch.manual_seed(dist.get_rank())
+    linear, norm = nn.Linear(4, 8, bias=False), nn.LayerNorm(4)
+    nn.init.constant_(norm.weight, 1.0 + dist.get_rank())
+    own = linear.weight.detach().clone()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan: Any = {"1": ColwiseParallel()}
+    model = nn.Sequential(norm, linear)
+    parallelize_module(model, mesh, plan, src_data_rank=src_data_rank)
+    now: Any = linear.weight
+    shard, (of_rank_0, own) = (
+        now.to_local(),
+        (
+            whole.chunk(dist.get_world_size())[dist.get_rank()]
+            for whole in (of_rank_0, own)
+        ),
+    )
+    return torch.equal(shard, of_rank_0), torch.equal(shard, own), norm.weight.tolist()
+
+
+def test_parallelize_module_sends_only_what_the_plan_names(
+    worker_pool: WorkerPool,
+) -> None:
+    found = worker_pool.run(parallelize_own_weights)
+    assert found == [(True, True, [1.0] * 4), (True, False, [2.0] * 4)]
+    found = worker_pool.run(parallelize_own_weights, None)
+    assert found == [(True, True, [1.0] * 4), (False, True, [2.0] * 4)]
+
+
+def split_fused_projection(head_by_head: bool) -> tuple[float, float]:
+    """Cut query, key and value as one matrix; compare this rank's queries."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    fused, x = nn.Linear(4, 12, bias=False), torch.randn(2, 4)
+    right = fused(x).chunk(3, -1)[0].chunk(n, -1)[rank]
+    if head_by_head:
+        # Two heads of width 2: query, key and value of the first, then of the second.
+        with torch.no_grad():
+            rows = fused.weight.unflatten(0, (3, 2, 2))
+            fused.weight.copy_(rows.transpose(0, 1).flatten(0, 2).clone())
+    parallelize_module(fused, init_device_mesh("cpu", (n,)), ColwiseParallel())
+    found = fused(x)
+    return torch.dist(found.chunk(3, -1)[0], right).item(), found.shape[-1]
+
+
+def test_a_fused_projection_is_cut_across_its_parts(worker_pool: WorkerPool) -> None:
+    for head_by_head in (False, True):
+        found = worker_pool.run(split_fused_projection, head_by_head)
+        assert [columns for _, columns in found] == [6, 6]
+        apart = max(apart for apart, _ in found)
+        assert apart < 1e-6 if head_by_head else apart > 0.5
+
+
+def odd_sizes(case: str) -> None:
+    """Split what does not divide by two."""
+    mesh = init_device_mesh("cpu", (2,))
+    if case == "heads":
+        part = nn.Linear(12, 12)
+        parallelize_module(part, mesh, ColwiseParallel())
+        part(torch.ones(2, 5, 12)).unflatten(-1, (-1, 4))
+    elif case == "features":
+        mlp = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(mlp, mesh, plan)(torch.ones(2, 4))
+    else:
+        model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+        parallelize_module(model, mesh, {"1": ColwiseParallel()})
+        model(torch.ones(2, 4)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+TEXTS = {
+    "heads": r"unflatten: Provided sizes \[-1, 4\] don't multiply up to the size of "
+    r"dim 2 \(6\) in the input tensor",
+    "features": r"a and b must have same reduction dim, but got \[2, [24]\] X \[3, 4\]",
+    "norms": r"got mixed torch\.Tensor and DTensor",
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_odd_sizes_and_plain_norms_say_so(worker_pool: WorkerPool, case: str) -> None:
+    with pytest.raises(RankError) as caught:
+        worker_pool.run(odd_sizes, case)
+    assert re.search(TEXTS[case], caught.value.traceback)
+
+
+# --- Exercises. ----------
+
+
+class FlawedMLP(gated_mlp.GatedMLP):
+    """The right answer, but for one flaw."""
+
+    def __init__(self, *whole: Tensor, flaw: str) -> None:
+        """Keep the flaw's name."""
+        super().__init__(*whole)
+        self.flaw = flaw
+        if flaw == "down by columns":
+            self.down = nn.Parameter(LAYERS.shard_of(whole[2], 0))
+        if flaw == "keeps up":
+            self.whole = nn.Parameter(whole[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, T, D) to something like (B, T, D)."""
+        copied = LAYERS.CopyToRanks.apply(x)
+        twice = copied if self.flaw != "two messages" else LAYERS.CopyToRanks.apply(x)
+        if self.flaw == "no copy":
+            copied = twice = x
+        hidden = F.silu(F.linear(copied, self.gate)) * F.linear(twice, self.up)
+        y = F.linear(hidden, self.down)
+        if self.flaw == "no sum":
+            return y
+        if self.flaw == "summed twice":
+            y = LAYERS.SumOverRanks.apply(y)
+        return LAYERS.SumOverRanks.apply(y)
+
+
+MLP_HINTS = {
+    "": "",
+    "no sum": "the result is this rank's term of a sum: who adds them up?",
+    "summed twice": "the result is 2 times too large: what is added up too often?",
+    "no copy": "the gradient of x is this rank's term of a sum: who adds them up?",
+    "two messages": "right, but backward sends 2 messages; one will do",
+    "keeps up": "right, but this rank keeps 120 weights; a part has 72",
+    "down by columns": "it ended with: mat1 and mat2 shapes cannot be multiplied",
+}
+
+
+def tell_mlps() -> list[str]:
+    """Let the checker try the stub, the answer, and answers with a flaw."""
+    stub, check = CHECKERS["gated_mlp"].GatedMLP, CHECKERS["check_gated_mlp"]
+    flawed = [functools.partial(FlawedMLP, flaw=flaw) for flaw in MLP_HINTS]
+    return [check.try_gated_mlp(a) for a in (stub, gated_mlp.GatedMLP, *flawed)]
+
+
+def test_gated_mlp_is_told_what_is_wrong(worker_pool: WorkerPool) -> None:
+    told = worker_pool.run(tell_mlps)
+    due = ["right, but this rank keeps 144 weights; a part has 72", ""]
+    due += MLP_HINTS.values()
+    assert len(told) == 2 and len(due) == 9
+    for of_rank in told:
+        # A hint may go on with the sizes; where none is due, none is given.
+        cut = [
+            text[: len(hint)] or text for text, hint in zip(of_rank, due, strict=True)
+        ]
+        assert cut == due
+
+
+class FlawedBlock(broken_block.SplitBlock):
+    """The right answer, with the stub's first or second mistake."""
+
+    def __init__(self, whole: Any, flaw: str) -> None:
+        """Keep the flaw's name."""
+        super().__init__(whole)
+        self.flaw = flaw
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, D) to (B, D)."""
+        if self.flaw == "copy in front":
+            y = self.norm(LAYERS.CopyToRanks.apply(x))
+        else:
+            y = self.norm(x)  # never copied to all ranks
+        y = F.gelu(F.linear(y, self.columns, self.columns_bias))
+        return x + LAYERS.SumOverRanks.apply(F.linear(y, self.rows)) + self.bias
+
+
+def tell_blocks() -> list[str]:
+    """Let the checker try the stub, its mistakes one by one, and the answer."""
+    check, stub = CHECKERS["check_broken_block"], CHECKERS["broken_block"]
+    right, train = broken_block.SplitBlock, broken_block.train_block
+    flawed = functools.partial(FlawedBlock, flaw="copy in front")
+    never = functools.partial(FlawedBlock, flaw="no copy")
+    answers = [
+        (stub.SplitBlock, stub.train_block),
+        (flawed, train),
+        (never, train),
+        (right, stub.train_block),
+        (right, train),
+    ]
+    return [check.try_block(answer) for answer in answers]
+
+
+def test_broken_block_is_told_what_is_wrong(worker_pool: WorkerPool) -> None:
+    told = worker_pool.run(tell_blocks)
+    assert len(told) == 2
+    for of_rank in told:
+        assert of_rank[0] == "the result has the last bias 2 times in it"
+        term = "the gradient of norm.weight is not that of one process"
+        assert of_rank[1:3] == [term] * 2
+        assert re.search(r"have moved 1\.\d\d times as far .* whose norm", of_rank[3])
+        assert of_rank[4] == ""
+
+
+# --- When it pays. ----------
+
+COST, CROSSING, BYTES, WAYS = (
+    load_chapter(PAYS)[name]
+    for name in ("step_cost", "crossing", "bytes_and_memory", "three_ways")
+)
+
+
+def test_small_batches_send_less_and_large_ones_more() -> None:
+    width, layers = 512, 24
+    weights = layers * 12 * width**2
+    ratios = [
+        COST.tensor_parallel_bytes(tokens, width, layers)
+        / COST.data_parallel_bytes(weights)
+        for tokens in (3 * width // 10, 3 * width, 30 * width)
+    ]
+    # Equal at B T = 3 D, but for the embedding, the head and the loss.
+    assert ratios == pytest.approx([0.1, 1, 10], rel=0.03)
+
+
+def test_a_larger_batch_does_not_lower_the_rate_that_pays() -> None:
+    width, layers, flops = 512, 24, 5e10
+    rates: dict[str, list[float]] = {"data": [], "tensor": []}
+    for tokens in (500, 5000, 50_000):
+        saved = 72 * width**2 * layers * tokens / flops / 2
+        nbytes = {
+            "data": COST.data_parallel_bytes(layers * 12 * width**2),
+            "tensor": COST.tensor_parallel_bytes(tokens, width, layers),
+        }
+        for way, sent in nbytes.items():
+            rates[way].append(COST.break_even_rate(sent, saved))
+    assert rates["tensor"] == pytest.approx(rates["tensor"][:1] * 3)
+    assert rates["data"][0] / rates["data"][2] == pytest.approx(100)
+    assert COST.seconds_on_link(nbytes["tensor"], rates["tensor"][2]) == pytest.approx(
+        saved
+    )
+    assert COST.sent_by_a_rank(8, 2) == 8 and COST.sent_by_a_rank(8, 4) == 12
+
+
+def test_a_frame_has_66_bytes_of_headers_and_adam_16_bytes_a_parameter() -> None:
+    # Ethernet 14, IPv4 20, TCP 20 and its timestamps 12 (RFC 894, 791, 9293, 7323), and
+    # 1,448 bytes of data: Ethernet carries 1,500 beside its own header.
+    headers = 14 + 20 + 20 + 12
+    assert 1500 - (headers - 14) == 1448
+    assert pytest.approx(1448 + headers) == COST.FRAME * 1448
+    # In float32: a weight, its gradient, and Adam's two moments (Kingma and Ba, 2015).
+    assert sum([4, 4, 4 + 4]) == BYTES.STATES
+
+
+def test_a_crossing_is_found_between_two_points() -> None:
+    assert COST.crossing({3.0: 2.0, 1.0: -2.0}) == 2.0
+    assert COST.crossing({1.0: 4.0, 2.0: 1.0, 4.0: -1.0}) == 3.0
+    assert COST.crossing({1.0: 1.0, 2.0: 3.0}) is None
+
+
+def ending_of(script: Any, faults: list[tuple[Any, str, Any]]) -> tuple[Any, str]:
+    """Run a lesson in the pool, some of it replaced; return exit code and last line."""
+    said, complaint = io.StringIO(), io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(said))
+        stack.enter_context(contextlib.redirect_stderr(complaint))
+        stack.enter_context(in_the_pool(script))
+        # A failed check leaves the group, which is the pool's.
+        stack.enter_context(mock.patch.object(load_chapter(PAYS)["ranks"], "leave"))
+        for fault in faults:
+            stack.enter_context(mock.patch.object(*fault))
+        try:
+            script.main()
+        except SystemExit as end:
+            return end.code, complaint.getvalue().strip()
+    return 0, (said.getvalue().splitlines() or [""])[-1]
+
+
+def count_bytes(fault: str = "") -> tuple[Any, str]:
+    """Run bytes_and_memory.py, as it is or with a fault."""
+    faults: dict[str, tuple[Any, str, Any]] = {
+        "formula": (BYTES, "tensor_parallel_bytes", lambda *_: 0),
+        "whole": (BYTES, "ParallelGPT", BYTES.GPT),
+    }
+    return ending_of(BYTES, [faults[fault]] if fault else [])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_and_memory_are_the_formulas(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    found = worker_pool.run(count_bytes, world_size=world_size)
+    claim = "check: 4 counts are the formulas'; a block sums 1.05 MB"
+    assert found == [(0, claim)] + [(0, "")] * (world_size - 1)
+
+
+@pytest.mark.parametrize("fault", ["formula", "whole"])
+def test_wrong_counts_are_noticed(worker_pool: WorkerPool, fault: str) -> None:
+    found = worker_pool.run(count_bytes, fault)
+    assert [code for code, _ in found] == [1, 1]
+    assert found[0][1].startswith("check failed on ranks [0, 1], not so: 4 counts")
+
+
+def errors_of_ways(fault: str = "") -> tuple[float, float]:
+    """Compare both parallel ways with one rank; time a step that sends nothing."""
+    with contextlib.ExitStack() as stack:
+        for name in ("T", "D"):
+            stack.enter_context(mock.patch.object(WAYS, name, 16))
+        ways = WAYS.Ways(4)
+        if fault:
+            stack.enter_context(mock.patch.object(dist, "all_reduce"))
+        error = ways.largest_error()
+    return error, WAYS.seconds(ways.tensor, is_silent=True)
+
+
+def test_three_ways_compute_one_gradient(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(errors_of_ways)
+    broken = worker_pool.run(errors_of_ways, "nothing is sent")
+    assert len(found) == len(broken) == 2
+    assert max(error for error, _ in found) < 1e-5
+    assert min(error for error, _ in broken) > 1e-2
+    assert found[0][1] == found[1][1] > 0
+
+
+def made_up_times(equal: float) -> dict[str, Any]:
+    """Make times of two batches: both ways take equally long at `equal` samples."""
+    compute, found = {"alone": 1.0, "data": 0.5, "tensor": 0.5}, {}
+    for samples in (4, 16):
+        # The bytes that are told belong to 10 samples.
+        told = {"alone": 0.0, "data": 1e7, "tensor": 1e6 * samples}
+        sent = told | {"tensor": 1e7 * samples / equal}
+        found[str(samples)] = {
+            str(rate): {
+                way: [t, t + COST.seconds_on_link(sent[way], rate), told[way]]
+                for way, t in compute.items()
+            }
+            for rate in (1e7, 1e8, 1e9)
+        }
+    return found
+
+
+def find_crossings(
+    path: Path, equal: float, capsys: pytest.CaptureFixture[str]
+) -> tuple[Any, str]:
+    """Run crossing.py on made-up times; return how it ended and what it printed."""
+    path.write_text(json.dumps(made_up_times(equal)))
+    with mock.patch.object(sys, "argv", ["crossing.py", f"--json={path}"]):
+        try:
+            CROSSING.main()
+        except SystemExit as end:
+            return end.code, capsys.readouterr().out
+    return 0, capsys.readouterr().out
+
+
+def test_crossings_are_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "times.json"
+    code, said = find_crossings(path, 10.0, capsys)
+    rate = COST.break_even_rate(1e7, 0.5) / 1e6
+    alone = f"predicted {rate:.0f} Mbit/s | measured {rate:.0f}\n"
+    assert code == 0 and said.count(alone) == 2
+    assert said.count("predicted 10.0 samples | measured 10.0\n") == 3
+    assert said.endswith(
+        "check: at the slowest link the batch is off by +0% (limit 25%)\n"
+    )
+    code, _ = find_crossings(path, 6.0, capsys)
+    assert str(code).startswith(
+        "check failed, not so: at the slowest link the batch is"
+    )
+
+
+def test_step_time_wants_the_laboratory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["step_time.py"])
+    for name in ("RANK", "LAB_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        load_chapter(PAYS)["step_time"].main()
+    assert ended.value.code == 2
+    line = capsys.readouterr().err
+    assert "start it in the laboratory: python 03_ddp_torchrun/cluster/lab.py" in line
+
+
+@pytest.mark.slow
+def test_steps_take_their_bytes_over_the_rate(laboratory: None, tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    lab = ROOT / "03_ddp_torchrun" / "cluster" / "lab.py"
+    words = ["--rounds=2", "--samples=2", f"--json={path}"]
+    script = ROOT / PAYS / "step_time.py"
+    run = python(lab, "--link-rate=50mbit", "--", script, *words, timeout=200)
+    assert run.returncode == 0, run.output
+    found = json.loads(path.read_text())["2"]["50000000"]
+    for way, expected in (("data", 13.38e6), ("tensor", 3.15e6)):
+        compute, whole, nbytes = found[way]
+        assert nbytes == pytest.approx(expected, rel=0.01)
+        predicted = compute + COST.seconds_on_link(nbytes, 50e6)
+        assert whole == pytest.approx(predicted, rel=0.4)
+
+
+def test_no_room_is_forgotten() -> None:
+    rooms = {path.parent.name for path in (ROOT / CHAPTER).glob("*/*.py")}
+    assert rooms == {"mistakes", "exercises", "when_it_pays"}
