@@ -53,7 +53,7 @@ def load_copy(chapter: Path, folder: Path) -> tuple[int, list[str]]:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(chapter, copy, symlinks=True, ignore=ignored)
     command = [sys.executable, "-B", "-c", LOADER, *files_of(copy)]
-    result = run(command, cwd=copy, timeout=60)
+    result = run(command, cwd=copy)
     return result.returncode, result.output.splitlines()
 
 

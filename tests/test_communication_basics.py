@@ -252,7 +252,7 @@ def test_a_wrong_result_ends_all_ranks(worker_pool: WorkerPool) -> None:
 @pytest.mark.slow
 @pytest.mark.smoke
 def test_collectives_script() -> None:
-    result = torchrun(COLLECTIVES, nproc=4, timeout=60)
+    result = torchrun(COLLECTIVES, nproc=4)
     assert result.returncode == 0
     lines = result.stdout.splitlines()
     assert lines[0] == "device: cpu with gloo (no accelerator found)"
@@ -293,7 +293,7 @@ def run_other_collectives() -> str:
 
 
 def test_collectives_without_torchrun_says_what_to_type() -> None:
-    result = python(COLLECTIVES, timeout=60)
+    result = python(COLLECTIVES)
     assert (result.returncode, result.stdout) == (2, "")
     start = "start it with torchrun --nproc-per-node=2"
     assert result.stderr == f"collectives.py: {start} {CHAPTER}/collectives.py\n"
@@ -301,7 +301,7 @@ def test_collectives_without_torchrun_says_what_to_type() -> None:
 
 @pytest.mark.slow
 def test_collectives_refuses_once_under_torchrun() -> None:
-    result = torchrun(COLLECTIVES, "--only=all", nproc=2, timeout=60)
+    result = torchrun(COLLECTIVES, "--only=all", nproc=2)
     assert result.returncode != 0
     assert result.output.count("unrecognized arguments: --only=all") == 1
 
@@ -370,7 +370,7 @@ def test_ways_to_send_follow_their_arguments(worker_pool: WorkerPool) -> None:
 def test_send_recv_script() -> None:
     # Like a reader whose shell still has a port and a rank count of another job.
     environment = clean_environment(WORLD_SIZE="7", MASTER_PORT="1")
-    result = python(SEND_RECV, "--nprocs=4", env=environment, timeout=60)
+    result = python(SEND_RECV, "--nprocs=4", env=environment)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.splitlines() == [
         "blocking     | ranks 0, 1, ... have [3.0, 0.0, 1.0, 2.0]",
@@ -381,7 +381,7 @@ def test_send_recv_script() -> None:
 
 
 def test_send_recv_refuses_in_one_line() -> None:
-    result = python(SEND_RECV, "--nprocs=1", timeout=60)
+    result = python(SEND_RECV, "--nprocs=1")
     assert (result.returncode, result.stdout) == (2, "")
     text = "send_recv.py: argument --nprocs: '1' is no number from 2 to 16\n"
     assert result.stderr == text

@@ -239,7 +239,6 @@ def ends_in(output: str) -> dict[str, list[End]]:
 
 
 @pytest.mark.parametrize(("tool", "names", "name"), CASES)
-@pytest.mark.timeout(120)
 def test_script_fails_as_described(
     tool: str, names: tuple[str, ...], name: str
 ) -> None:
@@ -383,7 +382,7 @@ def one_line(result: Result, text: str) -> None:
 
 @pytest.mark.parametrize("words", [[], ["--no-such"], ["nope", "slow_rank"], ["show"]])
 def test_unknown_name_lists_the_known_ones(words: list[str]) -> None:
-    result = python(SHOW, *words, timeout=60)
+    result = python(SHOW, *words)
     one_line(result, f"show.py: [--stacks] NAME..., of {', '.join(sorted(MENDS))}\n")
 
 
@@ -396,7 +395,7 @@ def test_rank_that_hangs_is_killed_and_old_settings_do_not_matter(
     )
     show.write_text(show.read_text().replace("signal.alarm(30)", "signal.alarm(2)"))
     outside = clean_environment(RANK="5", WORLD_SIZE="1", MASTER_PORT="1")
-    result = python(show, "slow_rank", env=outside, timeout=30)
+    result = python(show, "slow_rank", env=outside)
     killed = [End("", "killed by SIGALRM")] * 2
     assert (result.returncode, result.stderr) == (0, "")
     assert ends_in(result.stdout) == {"slow_rank": killed}
@@ -431,10 +430,10 @@ def test_interrupt_ends_all_ranks_in_silence(is_ready: Any) -> None:
         everyone = script.children(recursive=True)
         # All of the terminal's processes get a Ctrl-C.
         os.killpg(process.pid, signal.SIGINT)
-        printed, _ = process.communicate(timeout=20)
+        printed, _ = process.communicate(timeout=120)
         assert process.returncode == 130
         assert printed in ("", "--- wrong_peer\n")
-        assert psutil.wait_procs(everyone, timeout=5)[1] == []
+        assert psutil.wait_procs(everyone, timeout=45)[1] == []
     finally:
         process.kill()
         process.communicate()
@@ -442,7 +441,7 @@ def test_interrupt_ends_all_ranks_in_silence(is_ready: Any) -> None:
 
 @pytest.mark.slow
 def test_torchrun_names_the_signal_that_killed_a_rank() -> None:
-    result = torchrun(ROOT / ROOM / "killed_rank.py", nproc=2, timeout=60)
+    result = torchrun(ROOT / ROOM / "killed_rank.py", nproc=2)
     assert result.returncode == 1
     assert re.search(r"exitcode +: -9 \(pid: \d+\)", result.stderr)
     assert "Signal 9 (SIGKILL) received by PID" in result.stderr

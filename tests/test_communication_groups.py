@@ -182,7 +182,7 @@ def test_groups_lesson(worker_pool: WorkerPool, fault: str, failed: list[int]) -
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "nproc"), [("objects", 2), ("groups", 4)])
 def test_scripts_run_as_a_reader_starts_them(script: str, nproc: int) -> None:
-    result = torchrun(ROOT / CHAPTER / f"{script}.py", nproc=nproc, timeout=60)
+    result = torchrun(ROOT / CHAPTER / f"{script}.py", nproc=nproc)
     assert result.returncode == 0
     assert result.stdout.splitlines()[-1].startswith("check: ")
 
@@ -195,7 +195,7 @@ def test_wrong_number_of_ranks_is_one_line() -> None:
         "sys.path.insert(0, '01_communication'); "
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    result = python("-c", program, timeout=60)
+    result = python("-c", program)
     start = "start it with torchrun --nproc-per-node=4 01_communication/groups.py"
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == f"groups.py: not with 2 rank(s); {start}\n"

@@ -171,9 +171,7 @@ def grown_in_three_ways() -> tuple[str, float]:
 def test_python_objects_are_copied_by_reading(
     worker_pool: WorkerPool,
 ) -> None:
-    ((output, of_bytes),) = worker_pool.run(
-        grown_in_three_ways, world_size=1, timeout=60
-    )
+    ((output, of_bytes),) = worker_pool.run(grown_in_three_ways, world_size=1)
     rows = dict(re.findall(r"^(\w[a-z ]+?)  +(\d+) MB", output, re.M))
     assert int(rows["list of strings"]) >= 20
     assert max(int(rows[name]) for name in ("tensor", "mapped file")) <= 3
@@ -235,7 +233,7 @@ def with_small_shm(megabytes: int) -> Result:
     mount = f"mount -t tmpfs -o size={megabytes}m tmpfs /dev/shm"
     lesson = f"exec python {ROOM}/shared_memory.py"
     command = ["unshare", "-rm", "sh", "-c", f"{mount} && {lesson}"]
-    return run(command, timeout=60)
+    return run(command)
 
 
 def test_dev_shm_too_small_for_one_worker_is_an_error() -> None:

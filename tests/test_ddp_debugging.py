@@ -116,7 +116,7 @@ def running(script: str, folder: Path, *words: str) -> Iterator[Hung]:
             process.wait(20)
         finally:
             process.kill()
-            left = psutil.wait_procs(everyone, timeout=5)[1]
+            left = psutil.wait_procs(everyone, timeout=45)[1]
             for one in left:
                 one.kill()
     assert left == []
@@ -216,7 +216,7 @@ def test_flight_record_names_the_rank_that_is_missing(
         [Path(sys.executable).with_name("torchfrtrace"), hung.folder, "-p", "record_"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env=clean_environment(),
     )
     said = result.stdout + result.stderr
@@ -245,7 +245,7 @@ def launch(script: str, folder: Path, *words: str, **env: str) -> Result:
     """Run a script of the room on three ranks to its end."""
     path, environment = ROOT / ROOM / script, clean_environment(**env)
     options: dict[str, Any] = {"nproc": RANKS, "cwd": folder, "env": environment}
-    return torchrun(path, *words, timeout=100, **options)
+    return torchrun(path, *words, **options)
 
 
 @pytest.mark.slow
@@ -355,7 +355,7 @@ def compare_traced_steps(
     pool: WorkerPool, folder: Path
 ) -> tuple[str, dict[str, tuple[float, float]], list[float]]:
     """Run slow.py: what it printed, the timed step, how often traces differ."""
-    (said, files), (other, _) = pool.run(time_steps, str(folder), timeout=60)
+    (said, files), (other, _) = pool.run(time_steps, str(folder))
     assert other == ""
     assert files == [
         f"{way}_{rank}.json" for way in ("blocks", "turns") for rank in (0, 1)
@@ -391,7 +391,7 @@ def test_without_a_straggler_the_check_fails(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
     with pytest.raises(RankError, match="check failed on ranks"):
-        worker_pool.run(time_steps, str(tmp_path), first_words, timeout=60)
+        worker_pool.run(time_steps, str(tmp_path), first_words)
 
 
 def test_a_stopped_watchdog_ends_nothing(tmp_path: Path) -> None:
@@ -510,7 +510,6 @@ def innermost(stack: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 def test_hang_is_found_by_what_the_watchdogs_wrote(tmp_path: Path) -> None:
     run = random.randrange(1, 100)
     with running("exercise_hang.py", tmp_path, f"--case={run}") as hung:
@@ -525,7 +524,6 @@ def test_hang_is_found_by_what_the_watchdogs_wrote(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 def test_straggler_is_found_by_its_wait_and_its_stacks(tmp_path: Path) -> None:
     if reason := can_trace():
         pytest.skip(reason)

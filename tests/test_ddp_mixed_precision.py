@@ -50,7 +50,7 @@ def broken_lesson(name: str, attribute: str, replacement: Any) -> tuple[int, str
 def test_autocast_leaves_gradients_and_messages_in_float32(
     worker_pool: WorkerPool,
 ) -> None:
-    output = worker_pool.run(run_lesson, ROOM, "autocast", timeout=60)[0]
+    output = worker_pool.run(run_lesson, ROOM, "autocast")[0]
     rows = {line[:12].strip(): line[12:].split() for line in output.splitlines()}
     assert rows["float32"][:3] == ["float32"] * 3
     assert rows["autocast"][:3] == ["float32", "bfloat16", "float32"]
@@ -88,7 +88,7 @@ def autocast_broken(attribute: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("attribute", ["forward_backward", "by_one_process"])
 def test_broken_autocast_is_found(worker_pool: WorkerPool, attribute: str) -> None:
-    results = worker_pool.run(autocast_broken, attribute, timeout=60)
+    results = worker_pool.run(autocast_broken, attribute)
     assert [status for status, _ in results] == [1, 1]
     assert "check failed on ranks [0, 1], not so: 3 ways" in results[0][1]
 
@@ -100,9 +100,7 @@ def test_broken_autocast_is_found(worker_pool: WorkerPool, attribute: str) -> No
 def test_fp16_needs_a_scaled_loss_and_all_ranks_skip_a_step(
     worker_pool: WorkerPool, world_size: int
 ) -> None:
-    output = worker_pool.run(
-        run_lesson, ROOM, "grad_scaler", world_size=world_size, timeout=60
-    )[0]
+    output = worker_pool.run(run_lesson, ROOM, "grad_scaler", world_size=world_size)[0]
     rows = {line[:24].strip(): line[24:].split() for line in output.splitlines()}
     off_by = {name: float(rows[name][1]) for name in script("grad_scaler").WAYS}
     assert off_by["fp16"] > 0.3
@@ -140,7 +138,7 @@ def grad_scaler_broken(attribute: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("attribute", ["finish_step", "add_scaled"])
 def test_broken_scaling_is_found(worker_pool: WorkerPool, attribute: str) -> None:
-    results = worker_pool.run(grad_scaler_broken, attribute, timeout=60)
+    results = worker_pool.run(grad_scaler_broken, attribute)
     assert [status for status, _ in results] == [1, 1]
     assert "check failed on ranks [0, 1]" in results[0][1]
 
@@ -192,7 +190,7 @@ def hook_results(steps: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
 def test_hooks_send_what_the_formula_says(
     worker_pool: WorkerPool, world_size: int
 ) -> None:
-    results = worker_pool.run(hook_results, 12, world_size=world_size, timeout=60)
+    results = worker_pool.run(hook_results, 12, world_size=world_size)
     assert len(results) == world_size
     for found, arrived in results:
         assert len(found) == 4
@@ -256,7 +254,7 @@ def hook_that_only_sums() -> tuple[float, int, str]:
 
 
 def test_hook_that_forgets_to_divide_is_found(worker_pool: WorkerPool) -> None:
-    results = worker_pool.run(hook_that_only_sums, timeout=60)
+    results = worker_pool.run(hook_that_only_sums)
     errors = [error for error, _, _ in results]
     assert errors == pytest.approx([1.0, 1.0], rel=0.01)
     assert [status for _, status, _ in results] == [1, 1]

@@ -196,7 +196,7 @@ FAILED = (1, f"check failed on ranks [0, 1], not so: {CLAIM}\n")
 
 
 def test_lesson_of_the_naive_way_holds(worker_pool: WorkerPool) -> None:
-    assert worker_pool.run(end_of, "naive", {}, timeout=120) == [
+    assert worker_pool.run(end_of, "naive", {}) == [
         (0, f"check: {CLAIM}"),
         (0, ""),
     ]
@@ -215,7 +215,7 @@ def test_lesson_of_the_naive_way_holds(worker_pool: WorkerPool) -> None:
 def test_lesson_notices_what_is_broken(
     worker_pool: WorkerPool, fault: dict[str, Any]
 ) -> None:
-    assert worker_pool.run(end_of, "naive", fault, timeout=120) == [FAILED, (1, "")]
+    assert worker_pool.run(end_of, "naive", fault) == [FAILED, (1, "")]
 
 
 def check_of_a_broken_run(fault: str) -> tuple[Any, str]:
@@ -265,7 +265,7 @@ class AllOfIt(SequentialSampler):
 def test_training_notices_a_model_that_is_not_synchronised(
     worker_pool: WorkerPool,
 ) -> None:
-    ends = worker_pool.run(check_of_a_broken_run, "bypass", timeout=120)
+    ends = worker_pool.run(check_of_a_broken_run, "bypass")
     assert [code for code, _ in ends] == [1, 1]
     assert ends[0][1].startswith(
         "check failed on ranks [0, 1], not so: 2 rank(s) hold the same"
@@ -273,7 +273,7 @@ def test_training_notices_a_model_that_is_not_synchronised(
 
 
 def test_training_notices_points_that_are_seen_twice(worker_pool: WorkerPool) -> None:
-    ends = worker_pool.run(check_of_a_broken_run, "sampler", timeout=120)
+    ends = worker_pool.run(check_of_a_broken_run, "sampler")
     text = "some points were seen twice: 32 x 6 x 2 = 192"
     assert ends == [("RuntimeError", text)] * 2
 
@@ -344,7 +344,7 @@ def test_data_parallel_without_a_gpu_is_the_plain_model() -> None:
 def test_fresh_processes_draw_different_random_numbers() -> None:
     # Without a seed, each rank that builds its own data builds other data.
     script = "import torch; print(torch.rand(8).tolist())"
-    first, second = (python("-c", script, timeout=120).stdout for _ in range(2))
+    first, second = (python("-c", script).stdout for _ in range(2))
     assert len(first.split(",")) == 8 and first != second
 
 
@@ -443,7 +443,7 @@ def test_four_ranks_from_another_folder_while_29500_is_taken(tmp_path: Path) -> 
 # A page's command shows it as well.
 @pytest.mark.slow
 def test_three_ways_to_join_count_two_ranks() -> None:
-    done = python(ROOT / CHAPTER / "rendezvous.py", timeout=120)
+    done = python(ROOT / CHAPTER / "rendezvous.py")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "by_environment | 2 ranks",

@@ -139,9 +139,7 @@ def test_every_way_equals_one_process_on_the_concatenated_batch(
     worker_pool: WorkerPool, world_size: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     steps = 30
-    results = worker_pool.run(
-        train_in_every_way, dtype, steps, world_size=world_size, timeout=120
-    )
+    results = worker_pool.run(train_in_every_way, dtype, steps, world_size=world_size)
     batches = batches_of(steps, BATCH * world_size, dtype)
     alone = train_alone(dtype, steps, batches)
     torch.manual_seed(7)
@@ -163,7 +161,7 @@ def test_accumulation_under_no_sync_equals_one_larger_batch(
 ) -> None:
     steps, k, dtype = 10, 3, torch.float64
     results = worker_pool.run(
-        train_in_every_way, dtype, steps, k, world_size=world_size, timeout=120
+        train_in_every_way, dtype, steps, k, world_size=world_size
     )
     small = batches_of(steps * k, BATCH * world_size, dtype)
     alone = train_alone(dtype, steps, small.reshape(steps, -1, 9))

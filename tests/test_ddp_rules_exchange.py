@@ -705,7 +705,7 @@ def test_ddp_dies_at_the_debug_level_detail_on_gloo() -> None:
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     port = {"MASTER_PORT": str(free_port())}
     environment = clean_environment(TORCH_DISTRIBUTED_DEBUG="DETAIL", **place, **port)
-    result = run([sys.executable, "-c", program], env=environment, timeout=60)
+    result = run([sys.executable, "-c", program], env=environment)
     assert result.returncode == -signal.SIGSEGV
     assert result.stdout.splitlines() == ["joined"]
 

@@ -752,7 +752,7 @@ def table() -> list[list[str]]:
 
 
 def test_table_is_the_same_on_all_of_three_ranks(worker_pool: WorkerPool) -> None:
-    by_rank = worker_pool.run(table, world_size=3, timeout=60)
+    by_rank = worker_pool.run(table, world_size=3)
     expected = [outcomes for _, _, outcomes in WAYS]
     assert len(expected) == 13 and {len(row) for row in expected} == {4}
     assert by_rank == [expected] * 3

@@ -366,7 +366,6 @@ def test_fit_finds_the_rate_of_the_link(laboratory: None, tmp_path: Path) -> Non
     run = python(
         *(LAB, "--hosts=3", "--link-rate=60mbit", "--"),
         *(ROOT / PLACE / "scaling.py", *words),
-        timeout=200,
     )
     assert run.returncode == 0, run.output
     (cases,) = json.loads(path.read_text()).values()
@@ -384,7 +383,7 @@ def test_half_the_bytes_cross_the_link(laboratory: None, tmp_path: Path) -> None
     path = tmp_path / "times.json"
     words = ["--rounds=3", "--samples=2", f"--json={path}"]
     script = ROOT / PLACE / "slow_link.py"
-    run = python(LAB, "--link-rate=20mbit", "--", script, *words, timeout=200)
+    run = python(LAB, "--link-rate=20mbit", "--", script, *words)
     assert run.returncode == 0, run.output
     assert "check: bytes and times as the rate says, gradients" in run.output
     (found,) = json.loads(path.read_text()).values()

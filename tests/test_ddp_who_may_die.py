@@ -44,7 +44,7 @@ def test_job_when_a_part_of_it_is_killed(rendezvous: str, victim: str) -> None:
     if rendezvous == "etcd" and importlib.util.find_spec("etcd") is None:
         pytest.skip("python-etcd is not installed")
     words = [f"--rendezvous={rendezvous}", f"--victim={victim}"]
-    result = python(ROOT / PLACE / "who_may_die.py", *words, timeout=200)
+    result = python(ROOT / PLACE / "who_may_die.py", *words)
     assert result.returncode == 0, result.output
     _, line, check = result.stdout.splitlines()
     happens, text = CASES[rendezvous, victim]

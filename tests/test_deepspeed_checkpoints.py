@@ -119,9 +119,7 @@ def shards(
 ) -> tuple[Path, list[list[str]]]:
     """Return a folder with what two ranks have saved in each stage, and their words."""
     folder = tmp_path_factory.mktemp("shards")
-    said = zero_pools(2).run(
-        save_in_every_stage, str(folder), world_size=2, timeout=120
-    )
+    said = zero_pools(2).run(save_in_every_stage, str(folder), world_size=2)
     return folder, said
 
 
@@ -164,7 +162,7 @@ def test_which_stage_resumes_from_which(
     zero_pools: Pools,
 ) -> None:
     said = zero_pools(ranks).run(
-        resume_in_every_stage, str(shards[0]), tag, world_size=ranks, timeout=120
+        resume_in_every_stage, str(shards[0]), tag, world_size=ranks
     )
     # Between stages 1 and 2, and from 3 to 3. Else DeepSpeed looks for a file that the
     # other family of stages names otherwise, and says no word more.

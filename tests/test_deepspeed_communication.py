@@ -66,7 +66,7 @@ NEEDED = [2, 2, 3, 3, 2, 2, 3, 2 * 2 + 1, 2, 2 * 1 + 1]
 def test_deepspeed_sends_3_where_the_paper_sends_2(
     ranks: int, zero_pools: Pools
 ) -> None:
-    said = zero_pools(ranks).run(count_small, world_size=ranks, timeout=240)
+    said = zero_pools(ranks).run(count_small, world_size=ranks)
     assert len(said) == ranks and set(said[1:]) == {""}
     rows = re.findall(r"^(?:stage|  with).* ([\d.]+) +([\d.]+)$", said[0], re.M)
     needed = [float(one) for one, _ in rows]
@@ -123,7 +123,7 @@ def gathered_in_stage_3() -> dict[tuple[bool, int], float]:
 def test_stage_3_gathers_once_if_the_weights_may_stay_until_backward(
     zero_pools: Pools,
 ) -> None:
-    by_rank = zero_pools(2).run(gathered_in_stage_3, world_size=2, timeout=120)
+    by_rank = zero_pools(2).run(gathered_in_stage_3, world_size=2)
     assert len(by_rank) == 2
     once, twice = {(True, 1): 1, (True, 2): 2}, {(False, 1): 2, (False, 2): 4}
     assert by_rank == [once | twice] * 2
@@ -134,7 +134,7 @@ def test_counts_that_differ_on_one_rank_are_found(
     mistake: str, zero_pools: Pools
 ) -> None:
     with pytest.raises(RankError) as error:
-        zero_pools(2).run(count_small, mistake, world_size=2, timeout=60)
+        zero_pools(2).run(count_small, mistake, world_size=2)
     assert "SystemExit: 1" in error.value.traceback
 
 
@@ -162,7 +162,7 @@ def call_and_log(calls: int) -> tuple[list[float], float]:
 
 
 def test_latencies_of_comms_logger_are_running_totals(zero_pools: Pools) -> None:
-    by_rank = zero_pools(2).run(call_and_log, 20, world_size=2, timeout=60)
+    by_rank = zero_pools(2).run(call_and_log, 20, world_size=2)
     assert len(by_rank) == 2
     for latencies, took in by_rank:
         assert len(latencies) == 20
@@ -213,7 +213,7 @@ def logged_with_every_switch() -> tuple[list[str], str, str]:
 def test_verbose_is_a_line_for_each_call_and_debug_names_the_caller(
     zero_pools: Pools,
 ) -> None:
-    zero, one = zero_pools(2).run(logged_with_every_switch, world_size=2, timeout=60)
+    zero, one = zero_pools(2).run(logged_with_every_switch, world_size=2)
     names = [f"all_reduce | [Caller Func: {caller}]" for caller in ("here", "there")]
     assert zero[0] == one[0] == names
     calls = [line for line in zero[1].splitlines() if "comm op: all_reduce" in line]
@@ -250,7 +250,7 @@ def may_skip_sync() -> dict[int, str]:
 def test_gradients_that_are_sharded_cannot_wait_for_the_last_micro_batch(
     zero_pools: Pools,
 ) -> None:
-    by_rank = zero_pools(2).run(may_skip_sync, world_size=2, timeout=60)
+    by_rank = zero_pools(2).run(may_skip_sync, world_size=2)
     assert len(by_rank) == 2
     for answers in by_rank:
         assert [stage for stage, answer in answers.items() if not answer] == [0, 1]
@@ -286,7 +286,7 @@ def test_gloo_reduce_scatter_sends_as_much_as_an_all_reduce(
 ) -> None:
     times: dict[str, float] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 2}
     times["reduce"] = 1 + 1 / world_size
-    results = worker_pool.run(count_collectives, world_size=world_size, timeout=120)
+    results = worker_pool.run(count_collectives, world_size=world_size)
     assert len(results) == world_size
     for found in results:
         for name in ("all_reduce", "all_gather", "reduce_scatter", "reduce"):
@@ -363,7 +363,7 @@ def all_curves(steps: int) -> dict[tuple[int | None, int], list[float]]:
 
 @pytest.mark.slow
 def test_ddp_and_all_stages_have_the_same_losses(zero_pools: Pools) -> None:
-    by_rank = zero_pools(2).run(all_curves, 6, world_size=2, timeout=120)
+    by_rank = zero_pools(2).run(all_curves, 6, world_size=2)
     assert len(by_rank) == 2
     for curves in by_rank:
         first = curves[None, 1]

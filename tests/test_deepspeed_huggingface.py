@@ -85,7 +85,7 @@ def test_accelerate_gives_each_rank_its_samples_only_with_the_backend_named(
     zero_pools: Pools,
 ) -> None:
     (code, said), (other, _) = zero_pools(2).run(
-        run_room_script, "with_accelerate", world_size=2, timeout=120
+        run_room_script, "with_accelerate", world_size=2
     )
     assert code == other == 0, said
     rows = re.findall(
@@ -101,7 +101,7 @@ def test_accelerate_gives_each_rank_its_samples_only_with_the_backend_named(
 @pytest.mark.slow
 def test_trainer_needs_use_cpu_on_a_cpu(zero_pools: Pools) -> None:
     (code, said), (other, _) = zero_pools(2).run(
-        run_room_script, "with_trainer", world_size=2, timeout=120
+        run_room_script, "with_trainer", world_size=2
     )
     assert code == other == 0, said
     rows = re.findall(
@@ -115,7 +115,7 @@ def test_trainer_needs_use_cpu_on_a_cpu(zero_pools: Pools) -> None:
 
 def test_from_pretrained_fills_shards(zero_pools: Pools) -> None:
     (code, said), (other, _) = zero_pools(2).run(
-        run_room_script, "from_pretrained", world_size=2, timeout=120
+        run_room_script, "from_pretrained", world_size=2
     )
     assert code == other == 0, said
     whole = float(re.findall(r"take ([\d.]+) MB", said)[0])
@@ -138,9 +138,7 @@ def test_from_pretrained_fills_shards(zero_pools: Pools) -> None:
     ],
 )
 def test_a_mistake_ends_the_run(zero_pools: Pools, script: str, mistake: str) -> None:
-    ends = zero_pools(2).run(
-        run_room_script, script, mistake, world_size=2, timeout=120
-    )
+    ends = zero_pools(2).run(run_room_script, script, mistake, world_size=2)
     assert [code for code, _ in ends] == [1, 1], ends
     claim = "check failed on ranks [0, 1]"
     assert claim in ends[0][1] or "ds_tensor" in ends[0][1], ends[0][1]

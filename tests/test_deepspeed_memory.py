@@ -136,7 +136,7 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.fixture(scope="module")
 def counted(pool: WorkerPool) -> list[dict[str, Any]]:
     """Return what each of RANKS ranks has counted."""
-    by_rank = pool.run(count_all, world_size=RANKS, timeout=150)
+    by_rank = pool.run(count_all, world_size=RANKS)
     assert len(by_rank) == RANKS
     return by_rank
 
@@ -243,7 +243,7 @@ def test_gradients_accumulated_in_float32_take_more(counted: Any) -> None:
 
 @pytest.mark.slow
 def test_float32_accumulation_is_refused_in_stage_0(pool: WorkerPool) -> None:
-    said = pool.run(accumulate_in_stage_0, world_size=RANKS, timeout=60)
+    said = pool.run(accumulate_in_stage_0, world_size=RANKS)
     assert len(said) == RANKS
     for text in said:
         assert text.startswith("unsupported mix of model_dtype=torch.bfloat16")
@@ -277,7 +277,7 @@ def gradients_in_buckets() -> dict[str, float]:
 @pytest.mark.slow
 def test_accumulated_in_float32_the_cut_tensor_is_not_whole(pool: WorkerPool) -> None:
     n = sum(model_sizes())
-    by_rank = pool.run(gradients_in_buckets, world_size=RANKS, timeout=90)
+    by_rank = pool.run(gradients_in_buckets, world_size=RANKS)
     kept = [sum(found[dtype] for found in by_rank) for dtype in ("", "fp32")]
     assert len(by_rank) == RANKS
     # The buffer of a rank's partition is all that there is.
@@ -312,7 +312,7 @@ def kept_whole(threshold: int) -> list[int]:
 
 
 def test_a_tensor_of_the_threshold_s_size_stays_whole_too(pool: WorkerPool) -> None:
-    (sizes,) = pool.run(kept_whole, 100_000, world_size=1, timeout=60)
+    (sizes,) = pool.run(kept_whole, 100_000, world_size=1)
     assert sizes == [99_999, 100_000]
 
 
@@ -350,7 +350,7 @@ def test_process_grows_by_what_is_counted(counted: Any) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_formula_holds_on_other_numbers_of_ranks(ranks: int) -> None:
     with WorkerPool(ranks) as workers:
-        by_rank = workers.run(count_all, world_size=ranks, timeout=150)
+        by_rank = workers.run(count_all, world_size=ranks)
     assert len(by_rank) == ranks
     for found in by_rank:
         ways = [key for key in found if key.endswith(": right")]
@@ -362,7 +362,7 @@ def test_the_formula_holds_on_other_numbers_of_ranks(ranks: int) -> None:
 def test_default_buckets_make_every_higher_stage_larger() -> None:
     script = ROOT / ROOM / "memory_per_rank.py"
     words = ["--width", 128, "--layers", 1, "--default-buckets"]
-    result = deepspeed(script, *words, timeout=240)
+    result = deepspeed(script, *words)
     assert result.returncode == 0, result.output
     rows = re.findall(r"^ +([0-3])((?: +[\d.]+){10})$", result.stdout, re.M)
     columns = [[float(cell) for cell in cells.split()] for _, cells in rows]
@@ -500,7 +500,7 @@ def defaults_of_deepspeed() -> dict[str, int]:
 
 @pytest.mark.slow
 def test_calculator_s_defaults_are_deepspeed_s(pool: WorkerPool) -> None:
-    (found,) = pool.run(defaults_of_deepspeed, world_size=1, timeout=60)
+    (found,) = pool.run(defaults_of_deepspeed, world_size=1)
     peak, paper = module("peak"), module("paper")
     ours = {"live": peak.Job._field_defaults["live"], "sub_group": peak.SUB_GROUP}
     for kind in (peak.Job, paper.Run):
@@ -642,7 +642,7 @@ def test_table_says_what_no_number_of_ranks_brings_down(
 
 @pytest.mark.slow
 def test_zero_init_never_holds_the_whole_model(pool: WorkerPool) -> None:
-    by_rank = pool.run(build_with_and_without, world_size=RANKS, timeout=120)
+    by_rank = pool.run(build_with_and_without, world_size=RANKS)
     assert len(by_rank) == RANKS
     script = module("zero_init")
     whole = 2 * script.LAYERS * (script.WIDTH + 1) * script.WIDTH
@@ -661,7 +661,7 @@ def test_zero_init_never_holds_the_whole_model(pool: WorkerPool) -> None:
 def test_activation_checkpointing_keeps_less_and_changes_no_gradient(
     pool: WorkerPool,
 ) -> None:
-    (said,) = pool.run(checkpoint_activations, world_size=1, timeout=120)
+    (said,) = pool.run(checkpoint_activations, world_size=1)
     rows = re.findall(r"^(?:all kept|checkpointed) +(\S+) +(\S+) +\d+$", said, re.M)
     (kept, peak), (kept_less, peak_less) = [map(float, row) for row in rows]
     assert kept_less < kept / 3 and peak_less < peak

@@ -150,9 +150,7 @@ def losses_with_clipping(folder: str) -> dict[str, tuple[list[float], set[float]
 def test_what_is_offloaded_has_left_and_losses_are_the_same(
     zero_pools: Pools, tmp_path: Path
 ) -> None:
-    said = zero_pools(2).run(
-        offload_everything, str(tmp_path), world_size=2, timeout=120
-    )
+    said = zero_pools(2).run(offload_everything, str(tmp_path), world_size=2)
     assert said[1:] == [""]
     memory, disk = rows_of(said[0])
     values = 6 * (1024 * 1024 + 1024) / 2
@@ -172,9 +170,7 @@ def test_what_is_offloaded_has_left_and_losses_are_the_same(
 def test_with_clipping_bf16_losses_differ_since_the_norm_is_rounded(
     zero_pools: Pools, tmp_path: Path
 ) -> None:
-    by_rank = zero_pools(2).run(
-        losses_with_clipping, str(tmp_path), world_size=2, timeout=120
-    )
+    by_rank = zero_pools(2).run(losses_with_clipping, str(tmp_path), world_size=2)
     assert len(by_rank) == 2
     for found in by_rank:
         # It is not that Adam had taken a step with zeros before.
@@ -272,7 +268,7 @@ def test_a_real_disk_is_used_or_libaio_is_asked_for(tmp_path: Path) -> None:
     missing = load_chapter(ROOM)["offloaded_training"].missing_libaio(cpu)
     if not missing and not is_async_io_compiled():
         pytest.skip(f"async_io is not compiled: run {ROOM}/offload.py --disk=.")
-    result = torchrun(script, "--disk", tmp_path, timeout=240)
+    result = torchrun(script, "--disk", tmp_path)
     if missing:
         line = f"offload.py: --disk needs DeepSpeed's async_io, and there is {missing}"
         assert result.returncode != 0

@@ -283,9 +283,7 @@ def test_mean(worker_pool: WorkerPool, tmp_path: Path) -> None:
         (centres_in_place, ["of 4, 4, 4 numbers: it has changed the numbers"] * 3),
     ]
     answers = [answer for answer, _ in hints]
-    by_rank = worker_pool.run(
-        try_means, str(tmp_path), answers, world_size=3, timeout=120
-    )
+    by_rank = worker_pool.run(try_means, str(tmp_path), answers, world_size=3)
     expect(by_rank, hints)
 
 
@@ -352,9 +350,7 @@ def test_buckets(worker_pool: WorkerPool, tmp_path: Path) -> None:
     case = "cap 32, no gradient 3 on rank 1: "
     hints.append((skips, [case + mine, case + other, case + mine]))
     answers = [answer for answer, _ in hints]
-    by_rank = worker_pool.run(
-        try_buckets, str(tmp_path), answers, world_size=3, timeout=120
-    )
+    by_rank = worker_pool.run(try_buckets, str(tmp_path), answers, world_size=3)
     expect(by_rank, hints)
 
 
@@ -410,9 +406,7 @@ def test_broken_loop(worker_pool: WorkerPool, tmp_path: Path) -> None:
         ),
     ]
     repairs = [repair for repair, _ in hints]
-    by_rank = worker_pool.run(
-        try_loops, str(tmp_path), repairs, world_size=2, timeout=120
-    )
+    by_rank = worker_pool.run(try_loops, str(tmp_path), repairs, world_size=2)
     expect(by_rank, hints)
 
 
@@ -480,9 +474,7 @@ def test_accumulation(worker_pool: WorkerPool, tmp_path: Path) -> None:
     for no_flaw in ("", "quiet in forward only"):
         hints.append((functools.partial(accumulate, flaw=no_flaw), [""] * 2))
     answers = [answer for answer, _ in hints]
-    by_rank = worker_pool.run(
-        try_accumulation, str(tmp_path), answers, world_size=2, timeout=120
-    )
+    by_rank = worker_pool.run(try_accumulation, str(tmp_path), answers, world_size=2)
     expect(by_rank, hints)
 
 
@@ -558,9 +550,7 @@ def test_training(worker_pool: WorkerPool, tmp_path: Path) -> None:
         }.items()
     ]
     answers = [answer for answer, _ in hints]
-    by_rank = worker_pool.run(
-        try_trainings, str(tmp_path), answers, world_size=2, timeout=120
-    )
+    by_rank = worker_pool.run(try_trainings, str(tmp_path), answers, world_size=2)
     expect(by_rank, hints)
 
 
@@ -645,9 +635,7 @@ def test_stop_and_resume(worker_pool: WorkerPool, tmp_path: Path) -> None:
         }.items()
     ]
     answers = [answer for answer, _ in hints]
-    by_rank = worker_pool.run(
-        try_stops, str(tmp_path), answers, world_size=2, timeout=120
-    )
+    by_rank = worker_pool.run(try_stops, str(tmp_path), answers, world_size=2)
     expect(by_rank, hints)
 
 
@@ -736,9 +724,7 @@ def test_your_own_script(worker_pool: WorkerPool, tmp_path: Path) -> None:
         }.items()
     ]
     answers = [answer for answer, _ in hints]
-    by_rank = worker_pool.run(
-        try_scripts, str(tmp_path), answers, world_size=2, timeout=120
-    )
+    by_rank = worker_pool.run(try_scripts, str(tmp_path), answers, world_size=2)
     expect(by_rank, hints)
 
 
@@ -815,9 +801,7 @@ def test_steps_by_rpc(worker_pool: WorkerPool, tmp_path: Path) -> None:
         ),
     ]
     answers = [answer for answer, _ in hints]
-    by_rank = worker_pool.run(
-        try_by_rpc, str(tmp_path), answers, world_size=3, timeout=120
-    )
+    by_rank = worker_pool.run(try_by_rpc, str(tmp_path), answers, world_size=3)
     # The last is the answer to the other exercise, with calls between processes too.
     expect(by_rank, [*hints, (push, ["", "", ""])])
 
@@ -997,9 +981,7 @@ def test_sharded_adam(worker_pool: WorkerPool, tmp_path: Path) -> None:
         }.items()
     ]
     answers = [answer for answer, _ in hints]
-    by_rank = worker_pool.run(
-        try_adams, str(tmp_path), answers, world_size=3, timeout=120
-    )
+    by_rank = worker_pool.run(try_adams, str(tmp_path), answers, world_size=3)
     expect(by_rank, hints)
 
 
@@ -1083,7 +1065,5 @@ def test_engine(worker_pool: WorkerPool, tmp_path: Path) -> None:
         ),
     ]
     answers = [answer for answer, _ in hints]
-    by_rank = worker_pool.run(
-        try_engines, str(tmp_path), answers, world_size=2, timeout=120
-    )
+    by_rank = worker_pool.run(try_engines, str(tmp_path), answers, world_size=2)
     expect(by_rank, hints)

@@ -414,7 +414,7 @@ def lesson_output(outputs: list[str], dropped: int) -> None:
 
 @pytest.mark.smoke
 def test_experts_train_as_in_one_process(worker_pool: WorkerPool) -> None:
-    outputs = worker_pool.run(run_lesson, CHAPTER, "experts", timeout=60)
+    outputs = worker_pool.run(run_lesson, CHAPTER, "experts")
     lesson_output(outputs, 48)
     (wrong,) = re.findall(r"^experts averaged .* (\d+)% wrong$", outputs[0], re.M)
     assert int(wrong) > 100
@@ -423,7 +423,7 @@ def test_experts_train_as_in_one_process(worker_pool: WorkerPool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["--expert-ranks=2"], []], ids=str)
 def test_experts_train_on_a_mesh(worker_pool: WorkerPool, words: list[str]) -> None:
-    run = functools.partial(worker_pool.run, world_size=4, timeout=120)
+    run = functools.partial(worker_pool.run, world_size=4)
     lesson_output(run(run_lesson, CHAPTER, "experts", *words), 106)
 
 

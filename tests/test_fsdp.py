@@ -1,10 +1,8 @@
 """Chapter 06: DTensors, FSDP2 and distributed checkpoints, held against one process."""
 
 import contextlib
-import functools
 import io
 import re
-import types
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from launch import ROOT, clean_environment, torchrun
 from lessons import in_the_pool, run_lesson
@@ -32,13 +30,6 @@ FLOAT64 = torch.float64
 
 # @record, around main(), has faulthandler write to a stderr that pytest has taken.
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
-
-
-@pytest.fixture(scope="module")
-def worker_pool(worker_pool: WorkerPool) -> Any:
-    """Return the session's pool, with time to import what FSDP needs."""
-    run = functools.partial(worker_pool.run, timeout=90)
-    return types.SimpleNamespace(run=run)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +188,7 @@ def alone(
     for sgd in (True, False):
         path = tmp_path_factory.mktemp("alone") / "gpt.pt"
         words = words_for(text, path, 1)
-        worker_pool.run(run_train, DDP, sgd, *words, world_size=1, timeout=60)
+        worker_pool.run(run_train, DDP, sgd, *words, world_size=1)
         found[sgd] = load(path)
     return found
 
@@ -217,9 +208,7 @@ def test_training_is_that_of_one_process(
 ) -> None:
     path = tmp_path / "gpt.pt"
     words = words_for(text, path, ranks, parts)
-    outputs = worker_pool.run(
-        run_train, CHAPTER, sgd, *words, world_size=ranks, timeout=60
-    )
+    outputs = worker_pool.run(run_train, CHAPTER, sgd, *words, world_size=ranks)
     found = load(path)
     assert largest_difference(found, alone[sgd]) < 1e-12
     assert found["training"]["step"] == alone[sgd]["training"]["step"] == 12
@@ -250,10 +239,10 @@ def test_run_resumes_on_other_ranks_and_in_the_other_chapter(
     path, whole = tmp_path / "gpt.pt", alone[False]
     if limit == 0:  # every bit is that of a run on as many ranks without interruption
         words = words_for(text, tmp_path / "whole.pt", ranks)
-        worker_pool.run(run_train, then, False, *words, world_size=ranks, timeout=60)
+        worker_pool.run(run_train, then, False, *words, world_size=ranks)
         whole = load(tmp_path / "whole.pt")
     words = words_for(text, path, ranks)
-    worker_pool.run(stopped_train, first, words, world_size=ranks, timeout=60)
+    worker_pool.run(stopped_train, first, words, world_size=ranks)
     assert load(path)["training"]["step"] == 6
     outputs = worker_pool.run(
         run_train,
@@ -261,7 +250,6 @@ def test_run_resumes_on_other_ranks_and_in_the_other_chapter(
         False,
         *words_for(text, path, more_ranks),
         world_size=more_ranks,
-        timeout=60,
     )
     assert f"resuming from {path}, step 6, global batch size 12" in outputs[0]
     found = load(path)
@@ -306,7 +294,7 @@ def test_train_notices_a_gradient_that_is_not_one_processs(
     worker_pool: WorkerPool, text: Path, tmp_path: Path, fault: str
 ) -> None:
     words = [*words_for(text, tmp_path / "gpt.pt", 2), "--max-steps=1"]
-    ends = worker_pool.run(broken_train, fault, *words, timeout=60)
+    ends = worker_pool.run(broken_train, fault, *words)
     assert_failed(ends, r"2 rank\(s\) hold the same bits, and a gradient")
 
 
@@ -331,6 +319,26 @@ def test_shards_are_drawn_as_one_process_draws(
         assert number_in(kept) == pytest.approx(model / world_size, rel=0.02)
         assert number_in(peak) <= number_in(kept) + 2 * largest < model
     assert output.splitlines()[-1].startswith("check: 64 parameters, drawn")
+
+
+def drawn_shards(*rows: int) -> list[list[float]]:
+    """Draw DTensors of so many rows of two, one after another, with one seed."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(7)
+    tensors = [distribute_tensor(torch.empty(n, 2), mesh, [Shard(0)]) for n in rows]
+    for one in tensors:
+        torch.nn.init.normal_(one)
+    return [one.to_local().flatten().tolist() for one in tensors]
+
+
+def test_ranks_draw_the_same_shards_until_a_tensor_is_uneven(
+    worker_pool: WorkerPool,
+) -> None:
+    even, other = worker_pool.run(drawn_shards, 4, 2, 6)
+    assert even == other and [len(shard) for shard in even] == [4, 2, 6]
+    uneven, other = worker_pool.run(drawn_shards, 4, 3, 6)
+    assert uneven[0] == other[0] and len(other[1]) == 2
+    assert uneven[1][:2] == other[1] and uneven[2] != other[2]
 
 
 def number_in(text: str) -> int:
@@ -571,6 +579,36 @@ def test_killed_while_it_writes_the_older_checkpoint_is_whole(
     assert torch.equal(loaded, torch.load(folder / "weights.pt", weights_only=True))
 
 
+class Unfinished(dcp.FileSystemWriter):
+    """Writes the shards, and not what belongs to all of them."""
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        """End before `.metadata` is written."""
+        raise InterruptedError("as planned")
+
+
+def saved_twice(folder: str, again: str) -> tuple[bool, float]:
+    """Save ones, then twos until the end fails; return what `again` holds then."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ones = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    dcp.save({"w": ones}, checkpoint_id=folder)
+    with pytest.raises(dcp.api.CheckpointException, match="as planned"):
+        dcp.save({"w": 2 * ones}, storage_writer=Unfinished(again))
+    if not Path(again, ".metadata").exists():
+        return False, 0.0
+    loaded: Any = {"w": torch.zeros_like(ones)}
+    dcp.load(loaded, checkpoint_id=again)
+    return True, loaded["w"].full_tensor().mean().item()
+
+
+def test_metadata_tells_of_a_whole_checkpoint_in_a_new_folder_only(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    new, used = str(tmp_path / "new"), str(tmp_path / "used")
+    assert worker_pool.run(saved_twice, str(tmp_path / "old"), new) == [(False, 0)] * 2
+    assert worker_pool.run(saved_twice, used, used) == [(True, 2)] * 2
+
+
 def first_rows_on_rank_1() -> list[float]:
     """Shard a layer that each rank fills with its own number; return all of it."""
     layer = torch.nn.Linear(1, 4, bias=False)
@@ -586,9 +624,7 @@ def test_fully_shard_broadcasts_nothing(worker_pool: WorkerPool) -> None:
 
 @pytest.mark.slow  # the page shows the same table, and its block is a test
 def test_settings_cost_what_the_table_says(worker_pool: WorkerPool) -> None:
-    outputs = worker_pool.run(
-        run_lesson, SETTINGS, "memory_and_messages", world_size=4, timeout=60
-    )
+    outputs = worker_pool.run(run_lesson, SETTINGS, "memory_and_messages", world_size=4)
     lines = outputs[0].splitlines()
     rows = {}
     for line in lines[1:9]:

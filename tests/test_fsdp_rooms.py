@@ -140,7 +140,7 @@ BY_DEEPSPEED = {
 @pytest.fixture(scope="module")
 def table(worker_pool: WorkerPool) -> dict[str, Row]:
     """Run all ways but DeepSpeed's on two ranks, once for all tests."""
-    ends = worker_pool.run(run_table, "(?!DeepSpeed).*", timeout=150)
+    ends = worker_pool.run(run_table, "(?!DeepSpeed).*")
     assert [code for code, _ in ends] == [0, 0], ends
     assert ends[0][1].splitlines()[-1] == f"check: 9 ways: {CLAIM}"
     rows = rows_of(ends[0][1])
@@ -167,7 +167,7 @@ def test_kept_is_what_the_formulas_say(table: dict[str, Row]) -> None:
 
 @pytest.mark.slow
 def test_deepspeed_is_one_process_s_too(worker_pool: WorkerPool) -> None:
-    ends = worker_pool.run(run_table, "DeepSpeed.*", timeout=150)
+    ends = worker_pool.run(run_table, "DeepSpeed.*")
     assert [code for code, _ in ends] == [0, 0], ends
     rows = rows_of(ends[0][1])
     kept = {name: row["kept"] for name, row in rows.items()}
@@ -208,7 +208,7 @@ def test_bf16_halves_what_is_gathered_and_nothing_kept(table: dict[str, Row]) ->
 
 @pytest.mark.slow
 def test_two_replicas_on_four_ranks(worker_pool: WorkerPool) -> None:
-    ends = worker_pool.run(run_table, "FSDP2|.*HSDP.*", world_size=4, timeout=90)
+    ends = worker_pool.run(run_table, "FSDP2|.*HSDP.*", world_size=4)
     assert [code for code, _ in ends] == [0] * 4, ends
     rows = rows_of(ends[0][1])
     assert list(rows) == ["one process", "FSDP2", "2 replicas (HSDP)"]
@@ -232,7 +232,7 @@ def run_with_faults() -> list[tuple[Any, str]]:
 
 @pytest.mark.slow
 def test_table_notices_what_is_wrong(worker_pool: WorkerPool) -> None:
-    first, second = worker_pool.run(run_with_faults, timeout=90)
+    first, second = worker_pool.run(run_with_faults)
     assert [code for code, _ in first + second] == [0, 1, 1, 1] * 2, first
     complaints = [said for _, said in first[1:]]
     assert len(complaints) == 3
@@ -366,7 +366,7 @@ def faults_of_dictionary() -> list[str]:
 
 def test_every_name_of_the_dictionary_is_there(worker_pool: WorkerPool) -> None:
     # In a worker, which has imported DeepSpeed already.
-    assert worker_pool.run(faults_of_dictionary, world_size=1, timeout=60) == [[]]
+    assert worker_pool.run(faults_of_dictionary, world_size=1) == [[]]
 
 
 def test_dictionary_notices_a_wrong_name() -> None:
@@ -463,7 +463,7 @@ ENDS: dict[str, tuple[Any, ...]] = {
 @pytest.fixture(scope="module")
 def shown() -> dict[str, list[tuple[str, int]]]:
     """Run all mistakes at once; return what each rank printed, and its exit code."""
-    result = python(f"{MISTAKES}/show.py", *ENDS, timeout=100)
+    result = python(f"{MISTAKES}/show.py", *ENDS)
     assert result.returncode == 0, result.output
     found: dict[str, list[tuple[str, int]]] = {}
     for part in result.stdout.split("--- ")[1:]:
@@ -489,6 +489,29 @@ def test_mistake_ends_as_described(
     for pattern, (text, _) in zip((first, second), said, strict=True):
         assert re.fullmatch(pattern, text), text
     assert len(said) == 2
+
+
+def scaled_step(optimizer_first: bool) -> str:
+    """Step through a GradScaler; return what it says."""
+    model: Any = nn.Linear(4, 2, bias=False)
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    try:
+        scaler.step(early if optimizer_first else late)
+    except AssertionError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_grad_scaler_notices_an_optimizer_that_was_built_first(
+    worker_pool: WorkerPool,
+) -> None:
+    said = "No inf checks were recorded for this optimizer."
+    assert worker_pool.run(scaled_step, True) == [said] * 2
+    assert worker_pool.run(scaled_step, False) == ["no error"] * 2
 
 
 def test_every_mistake_is_shown() -> None:
@@ -595,7 +618,7 @@ def try_loops() -> list[str]:
 
 
 def test_your_own_loop(worker_pool: WorkerPool) -> None:
-    by_rank = worker_pool.run(try_loops, timeout=90)
+    by_rank = worker_pool.run(try_loops)
     expected = [hints for _, hints in loops()]
     assert len(expected) == 9
     for rank, told in enumerate(by_rank):
@@ -655,7 +678,7 @@ def try_trainings() -> list[str]:
 
 
 def test_broken_fsdp(worker_pool: WorkerPool) -> None:
-    by_rank = worker_pool.run(try_trainings, timeout=90)
+    by_rank = worker_pool.run(try_trainings)
     expected = [*TRAININGS.values(), TRAININGS["optimizer first"], ""]
     assert len(expected) == 10
     for told in by_rank:

@@ -118,7 +118,7 @@ def load_in_workers() -> tuple[set[tuple[int, int]], list[list[Any]]]:
 def test_workers_of_all_ranks_have_seeds_of_their_own_and_load_what_none_does(
     worker_pool: WorkerPool,
 ) -> None:
-    results = worker_pool.run(load_in_workers, timeout=60)
+    results = worker_pool.run(load_in_workers)
     assert len(results) == 2
     seeds = [seed for found, _ in results for _, seed in found]
     workers = [{worker for worker, _ in found} for found, _ in results]

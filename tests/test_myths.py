@@ -199,8 +199,8 @@ def test_samples_drawn_anew_stay_above_the_loss_of_a_guess(
     worker_pool: WorkerPool,
 ) -> None:
     guess = math.log(VOCABULARY)
-    anew = worker_pool.run(losses_on, True, timeout=60)
-    once = worker_pool.run(losses_on, False, timeout=60)
+    anew = worker_pool.run(losses_on, True)
+    once = worker_pool.run(losses_on, False)
     assert len(anew) == len(once) == 2
     for is_same, losses in anew:
         assert not is_same and len(losses) == 160
@@ -293,7 +293,7 @@ def test_name_that_leads_to_ipv6_where_there_is_none(tmp_path: Path) -> None:
     script = tmp_path / "meet.py"
     script.write_text(MEET)
     command = f"{mount} && exec '{sys.executable}' '{script}'"
-    result = run(["unshare", "-rmn", "sh", "-c", command], timeout=60)
+    result = run(["unshare", "-rmn", "sh", "-c", command])
     assert result.returncode == 0, result.output
     both, ipv6 = result.stderr.partition("both\n")[2].split("\nipv6\n")
     # One of its two addresses answers: there is not a word about the other.
@@ -391,7 +391,7 @@ first.wait()
 @pytest.fixture(scope="module")
 def two_agents() -> tuple[str, str]:
     """Return what two agents and their driver said; the first, with the store, died."""
-    result = python("-c", TWO_AGENTS, free_port(), timeout=100)
+    result = python("-c", TWO_AGENTS, free_port())
     assert result.returncode == 0, result.output
     return result.stdout, result.stderr
 
@@ -445,7 +445,7 @@ def test_master_addr_is_that_of_host_0_on_every_host(
         f"--master-port=4000 --rdzv-conf=timeout={patience} --no-python "
         f"python -c '{HELLO}'"
     )
-    result = python(LAB, "--", "sh", "-c", command, timeout=120)
+    result = python(LAB, "--", "sh", "-c", command)
     assert result.returncode == status, result.output
     assert [text for text in texts if text not in result.output] == [], result.output
     assert ("rank 0 of 2" in result.output) is (status == 0)
@@ -503,11 +503,11 @@ def test_rpc_and_the_group_share_a_port_if_they_share_rank_zero(
     ]
     try:
         if is_shared:
-            printed = [process.communicate(timeout=60) for process in processes]
+            printed = [process.communicate(timeout=120) for process in processes]
             assert [out for out, _ in printed] == ["answer 4.0\n"] * 2, printed
             assert [process.returncode for process in processes] == [0, 0]
         else:
-            out, error = processes[1].communicate(timeout=60)
+            out, error = processes[1].communicate(timeout=120)
             assert "EADDRINUSE" in out and processes[1].returncode == 1, error
     finally:
         for process in processes:
@@ -555,7 +555,7 @@ def test_initialize_makes_the_process_group(tmp_path: Path) -> None:
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = clean_environment(**ranks, DS_ACCELERATOR="cpu")
-    result = python(script, env=environment, timeout=120)
+    result = python(script, env=environment)
     assert result.returncode == 0, result.output
     assert "before: False\n" in result.stdout
     assert "after: True gloo 1\n" in result.stdout
@@ -574,14 +574,14 @@ def test_deepspeed_ignores_visible_devices_beside_a_number(tmp_path: Path) -> No
     script = tmp_path / "tell.py"
     script.write_text(TELL)
     environment = clean_environment(CUDA_VISIBLE_DEVICES="2,3", DS_ACCELERATOR="cpu")
-    result = deepspeed(script, env=environment, timeout=120)
+    result = deepspeed(script, env=environment)
     assert result.returncode == 0, result.output
     assert "Detected VISIBLE_DEVICES=2,3 but ignoring it" in result.output
     ranks = [line for line in result.stdout.splitlines() if line.startswith("rank")]
     assert sorted(ranks) == ["rank 0 2 0,1", "rank 1 2 0,1"]
     # Alone the variable says which devices, and here there is but one slot, 0.
     runner = ["-m", "deepspeed.launcher.runner", f"--master_port={free_port()}"]
-    alone = run([sys.executable, *runner, script], env=environment, timeout=120)
+    alone = run([sys.executable, *runner, script], env=environment)
     assert alone.returncode == 1
     assert (
         "Detected VISIBLE_DEVICES=2,3: setting --include=localhost:2,3" in alone.output
@@ -636,7 +636,7 @@ def test_all_stages_agree_in_float32_and_not_in_bfloat16(tmp_path: Path) -> None
     script.write_text(FOUR_STAGES)
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     environment = clean_environment(**ranks, DS_ACCELERATOR="cpu")
-    result = python(script, env=environment, timeout=120)
+    result = python(script, env=environment)
     assert result.returncode == 0, result.output
     lines = re.findall(r"^stage (\d) ([\d.]+) (\d+)$", result.stdout, re.M)
     assert [int(stage) for stage, _, _ in lines] == [0, 1, 2, 3] * 2

@@ -112,7 +112,7 @@ check: an axis's groups hold every rank once; two axes' groups share one at most
 @pytest.mark.smoke
 def test_one_process_tells_a_rank_of_thousands() -> None:
     words = ["--data=8", "--pipeline=16", "--context=2", "--tensor=8", "--expert=8"]
-    result = python(ROOT / CHAPTER / "mesh.py", *words, "--rank=37", timeout=60)
+    result = python(ROOT / CHAPTER / "mesh.py", *words, "--rank=37")
     assert (result.returncode, result.stdout) == (0, REPORT), result.stderr
 
 
@@ -124,7 +124,7 @@ def test_one_process_notices_groups_that_are_not_pytorchs() -> None:
         "groups.members = lambda r, s, *a: right(r, dict(reversed(s.items())), *a); "
         "mesh.main()"
     )
-    result = python("-c", code, cwd=ROOT / CHAPTER, timeout=60)
+    result = python("-c", code, cwd=ROOT / CHAPTER)
     assert result.returncode == 2
     claim = "an axis's groups hold every rank once; two axes' groups share one at most"
     assert f"not so: {claim}" in result.stderr
@@ -278,7 +278,7 @@ def calls_in(lines: list[str]) -> dict[str, tuple[int, int]]:
 def test_two_of_three_axes_give_one_process(
     worker_pool: WorkerPool, shape: tuple[int, ...]
 ) -> None:
-    ends = worker_pool.run(run_with, "", shape, world_size=4, timeout=90)
+    ends = worker_pool.run(run_with, "", shape, world_size=4)
     assert [status for status, _, _ in ends] == [0] * 4, ends[0][2]
     assert [said for _, said, _ in ends[1:]] == [""] * 3
     text = ends[0][1]
@@ -349,7 +349,7 @@ def run_with(fault: str, shape: tuple[int, ...]) -> tuple[Any, str, str]:
 def test_mesh_gone_wrong_is_noticed(
     worker_pool: WorkerPool, fault: str, shape: tuple[int, ...]
 ) -> None:
-    ends = worker_pool.run(run_with, fault, shape, world_size=4, timeout=90)
+    ends = worker_pool.run(run_with, fault, shape, world_size=4)
     assert [status for status, _, _ in ends] == [1] * 4
     assert "check failed on ranks [0, 1, 2, 3], not so: loss" in ends[0][2]
 
@@ -383,9 +383,7 @@ def take_two_steps(
 def test_weights_are_gathered_once_a_step_only_if_they_stay(
     worker_pool: WorkerPool, shard: Any, number: int
 ) -> None:
-    results = worker_pool.run(
-        take_two_steps, (2, 2, 1), shard, world_size=4, timeout=60
-    )
+    results = worker_pool.run(take_two_steps, (2, 2, 1), shard, world_size=4)
     numbers = [noted[1]["data", "all-gather"][0] for noted, _ in results]
     # Two blocks and what else the stage has, for each of four micro-batches and the
     # last backward pass; 3 in all if they stay. By default the root does.
@@ -395,7 +393,7 @@ def test_weights_are_gathered_once_a_step_only_if_they_stay(
 
 @pytest.mark.slow
 def test_first_step_runs_the_stages_once_more(worker_pool: WorkerPool) -> None:
-    results = worker_pool.run(take_two_steps, (1, 2, 2), world_size=4, timeout=60)
+    results = worker_pool.run(take_two_steps, (1, 2, 2), world_size=4)
     key = "tensor", "all-reduce"
     numbers = [[calls[key][0] for calls in noted] for noted, _ in results]
     # PyTorch finds the shapes of what is sent by running a micro-batch: forward, and
@@ -469,7 +467,7 @@ def before_reducing() -> tuple[Any, ...]:
 def test_only_the_optimizer_state_is_sharded_all_the_time(
     worker_pool: WorkerPool,
 ) -> None:
-    results = worker_pool.run(before_reducing, world_size=4, timeout=60)
+    results = worker_pool.run(before_reducing, world_size=4)
     whole, shard = (64, 64), (32, 64)
     before, after = ([whole, whole], False, []), ([shard] * 2, True, [shard] * 2)
     assert results == [(before, after)] * 4
@@ -479,9 +477,7 @@ def test_only_the_optimizer_state_is_sharded_all_the_time(
 def test_norm_takes_a_message_for_each_axis_unless_they_are_one(
     worker_pool: WorkerPool,
 ) -> None:
-    results = worker_pool.run(
-        take_two_steps, (2, 1, 2), None, False, world_size=4, timeout=60
-    )
+    results = worker_pool.run(take_two_steps, (2, 1, 2), None, False, world_size=4)
     assert len(results) == 4
     for noted, placements in results:
         assert noted[1]["data", "all-reduce"] == (1, 360)
@@ -532,7 +528,7 @@ def refusals() -> list[str]:
 
 
 def test_order_and_meshes_that_pytorch_refuses(worker_pool: WorkerPool) -> None:
-    results = worker_pool.run(refusals, world_size=4, timeout=60)
+    results = worker_pool.run(refusals, world_size=4)
     assert len(results) == 4
     for first, other, unnamed, plain in results:
         assert "ValueError: Cannot distribute a DTensor with device mesh" in first
@@ -552,7 +548,7 @@ def on_eight_ranks() -> list[tuple[Any, str, str]]:
 
 @pytest.mark.slow
 def test_three_axes_at_once_give_one_process(worker_pool: WorkerPool) -> None:
-    ends = worker_pool.run(on_eight_ranks, world_size=8, timeout=240)
+    ends = worker_pool.run(on_eight_ranks, world_size=8)
     assert [[status for status, _, _ in pair] for pair in ends] == [[0, 0]] * 8
     told = ends[5][0][1].splitlines()
     groups = [line.split(" ranks: ")[1] for line in told if " ranks: " in line]

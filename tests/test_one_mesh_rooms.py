@@ -89,7 +89,7 @@ def ends_in(text: str) -> Ends:
 def shown() -> Ends:
     """Run all mistakes at once, as they are and mended."""
     names = [way for way in ENDS if "mended" not in way]
-    result = python(f"{MISTAKES}/show.py", *names, timeout=100)
+    result = python(f"{MISTAKES}/show.py", *names)
     assert result.returncode == 0, result.output
     ends = ends_in(result.stdout)
     assert list(ends) == list(ENDS)
@@ -165,7 +165,7 @@ def test_link_carries_what_the_script_counts(laboratory: None) -> None:
     words = ["--hosts=2", "--nproc-per-node=2", "--link-rate=200mbit", "--"]
     script = f"{MISTAKES}/axes_swapped.py"
     lab = "03_ddp_torchrun/cluster/lab.py"
-    result = python(lab, *words, script, timeout=120)
+    result = python(lab, *words, script)
     assert result.returncode == 0, result.output
     counted = re.findall(r"([\d.]+) MB leave a host, ([\d.]+) s", result.stdout)
     (few, quick), (many, slow) = [tuple(map(float, pair)) for pair in counted]
@@ -264,11 +264,19 @@ def test_a_rank_outside_of_a_group_is_only_warned(shown: Ends) -> None:
 def calls_from_outside() -> list[str]:
     """Return how calls end on a group of others: an error's name, or the result."""
     others: Any = [dist.new_group([rank]) for rank in (0, 1)][1 - dist.get_rank()]
-    one, ends = torch.ones(1), []
+    one, ends, other = torch.ones(1), [], 1 - dist.get_rank()
+    mine = dist.get_rank()
     for call in (
         lambda: dist.all_reduce(one, group=others, async_op=True),
-        lambda: dist.send(one, 1 - dist.get_rank(), group=others),
+        lambda: dist.send(one, other, group=others),
         lambda: funcol.all_reduce(one, "sum", others),
+        lambda: dist.isend(one, other, group=others),
+        lambda: dist.broadcast(one, mine, group=others),
+        lambda: dist.broadcast(one, other, group=others),
+        lambda: dist.reduce(one, mine, group=others),
+        lambda: dist.reduce(one, other, group=others),
+        lambda: dist.scatter(one, src=mine, group=others),
+        lambda: dist.gather(one, dst=other, group=others),
     ):
         try:
             ends.append(str(call()))
@@ -281,7 +289,8 @@ def test_only_some_calls_from_outside_of_a_group_are_errors(
     worker_pool: WorkerPool,
 ) -> None:
     ends = worker_pool.run(calls_from_outside)
-    assert ends == [["None", "ValueError", "ValueError"]] * 2
+    none, error = "None", "ValueError"
+    assert ends == [[none, error, error, none, *[error, none] * 3]] * 2
 
 
 def outside() -> tuple[int, int, str]:
@@ -445,7 +454,7 @@ def test_all_reduce_without_a_group_mixes_columns(worker_pool: WorkerPool) -> No
 
 
 def test_show_says_which_names_it_knows() -> None:
-    result = python(f"{MISTAKES}/show.py", "unknown", timeout=20)
+    result = python(f"{MISTAKES}/show.py", "unknown")
     names = sorted({way.partition(",")[0] for way in ENDS})
     assert result.returncode == 2
     assert result.stderr == f"show.py: NAME..., of {', '.join(names)}\n"

@@ -319,7 +319,7 @@ def test_a_way_of_each_family_is_right_and_each_broken_one_is_found(
 ) -> None:
     make = module("training").Run
     names = ["naive", *SABOTAGE]
-    by_rank = worker_pool.run(train_here, names, timeout=200)
+    by_rank = worker_pool.run(train_here, names)
     runs = {
         name: [make(**by_rank[rank][name]) for rank in range(2)] for name in by_rank[0]
     }
@@ -350,7 +350,7 @@ def test_a_way_of_each_family_is_right_and_each_broken_one_is_found(
 
 
 def test_a_killed_run_resumes(worker_pool: WorkerPool, tmp_path: Path) -> None:
-    by_rank = worker_pool.run(resume_here, str(tmp_path), timeout=60)
+    by_rank = worker_pool.run(resume_here, str(tmp_path))
     expected = {"said": "no rank was killed", "saved after": 4, "equal": True}
     expected["can try again"] = False
     assert by_rank == [expected, expected]
@@ -376,7 +376,7 @@ def test_all_other_ways_that_are_no_launchers_are_right(
             for name, way in table.ALL.items()
             if way.ranks == ranks and way.start != "deepspeed" and "kill" not in name
         ]
-        by_rank = worker_pool.run(train_others, names, world_size=ranks, timeout=200)
+        by_rank = worker_pool.run(train_others, names, world_size=ranks)
         runs |= {name: [make(**each[name]) for each in by_rank] for name in names}
     assert len(runs) == 29
     assert faults(runs, runs) == []

@@ -506,7 +506,7 @@ KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
 def unknown_name() -> str:
     """Look for a store on a host whose name nobody knows."""
-    return python("-c", UNKNOWN_NAME, timeout=60).output
+    return python("-c", UNKNOWN_NAME).output
 
 
 @cache
@@ -515,7 +515,7 @@ def four_mistakes() -> str:
     environment = clean_environment(DS_ACCELERATOR="cpu")
     with tempfile.TemporaryDirectory() as folder:
         words = ["-c", UNDER_DEEPSPEED, folder]
-        return python(*words, env=environment, timeout=120).output
+        return python(*words, env=environment).output
 
 
 def under_deepspeed() -> str:
@@ -529,12 +529,12 @@ def killed_under_deepspeed() -> str:
         script = Path(folder, "killed.py")
         script.write_text(KILLED)
         environment = clean_environment(DS_ACCELERATOR="cpu")
-        return deepspeed(script, num_ranks=1, env=environment, timeout=120).output
+        return deepspeed(script, num_ranks=1, env=environment).output
 
 
 def store_gone() -> str:
     """End an agent of torchrun when the one that keeps the store has left."""
-    return python("-c", STORE_GONE, timeout=60).output
+    return python("-c", STORE_GONE).output
 
 
 def dead_address() -> str:
@@ -542,7 +542,7 @@ def dead_address() -> str:
     output = ""
     for _ in range(10):
         with scratch_file() as path:
-            output = python("-c", DEAD_ADDRESS, path, timeout=60).output
+            output = python("-c", DEAD_ADDRESS, path).output
         if "refused" in output:
             break
     return output
@@ -551,7 +551,7 @@ def dead_address() -> str:
 def peer_gone() -> str:
     """Call a process that ends instead of answering."""
     with scratch_file() as path:
-        return python("-c", PEER_GONE, path, timeout=60).output
+        return python("-c", PEER_GONE, path).output
 
 
 def thread_left() -> str:
@@ -602,7 +602,7 @@ def test_quotation_is_what_its_source_says(
         provoke = PROVOKED[quotation.name]
         if provoke in IN_A_WORKER:
             ranks = RANKS.get(quotation.name, 1)
-            provoked, *_ = worker_pool.run(provoke, world_size=ranks, timeout=60)
+            provoked, *_ = worker_pool.run(provoke, world_size=ranks)
         else:
             provoked = provoke()
     assert fault(quotation, repository(), provoked) == "", provoked
@@ -883,7 +883,7 @@ def collect(files: Sequence[str], root: Path = ROOT) -> tuple[set[str], str]:
     """
     words = ["--collect-only", "-q", "-m", "not skip and not xfail", "--rootdir=."]
     options = ["-p", "no:cacheprovider", *words]
-    result = python("-m", "pytest", *options, *files, cwd=root, timeout=120)
+    result = python("-m", "pytest", *options, *files, cwd=root)
     tests = re.findall(r"^(tests/\w+\.py::\w+)(\[.*\])?$", result.stdout, re.M)
     said = "\n".join(re.findall(r"^E(?: |RROR).*", result.output, re.M))
     return {test for name, case in tests for test in (name, name + case)}, said

@@ -466,9 +466,7 @@ def test_train_gives_the_weights_of_one_rank(
     world_size: int,
 ) -> None:
     more = [f"--schedule={schedule}", f"--checkpoint={tmp_path / 'gpt.pt'}"]
-    runs = worker_pool.run(
-        run_train, CHAPTER, *words, *more, world_size=world_size, timeout=60
-    )
+    runs = worker_pool.run(run_train, CHAPTER, *words, *more, world_size=world_size)
     assert [run.status for run in runs] == [0] * world_size, runs[0].output
     said = f"{world_size} rank(s), a gradient"
     assert said in runs[0].output.splitlines()[-1]
@@ -492,7 +490,7 @@ def test_train_notices_a_gradient_that_is_not_one_processs(
     worker_pool: WorkerPool, words: list[str]
 ) -> None:
     more = [*words, "--max-steps=1"]
-    runs = worker_pool.run(train_with_tied_gradients_apart, *more, timeout=60)
+    runs = worker_pool.run(train_with_tied_gradients_apart, *more)
     assert [run.status for run in runs] == [1, 1]
     assert "check failed on ranks [0, 1]" in runs[0].output
 
@@ -501,7 +499,7 @@ def test_train_makes_the_calls_of_the_lessons_1f1b(
     worker_pool: WorkerPool, words: list[str]
 ) -> None:
     more = [*words, "--max-steps=1"]
-    runs = worker_pool.run(run_train, CHAPTER, *more, world_size=4, timeout=60)
+    runs = worker_pool.run(run_train, CHAPTER, *more, world_size=4)
     assert len(runs) == 4
     for index, run in enumerate(runs):
         first_step = [call for stage, call in run.calls if stage == index][:8]
@@ -533,7 +531,6 @@ def test_checkpoint_goes_from_03_to_08_and_back(
             [*words, f"--checkpoint={file}"],
             stop_after,
             world_size=n,
-            timeout=60,
         )
         assert [run.status for run in runs] == [0] * n, runs[0].output
         if stop_after == 1:
@@ -587,6 +584,6 @@ def test_train_refuses_in_one_line(worker_pool: WorkerPool, text: Path) -> None:
 
 @pytest.mark.smoke
 def test_two_stages_are_started_as_the_page_says() -> None:
-    result = torchrun(ROOT / CHAPTER / "two_stages.py", nproc=2, timeout=60)
+    result = torchrun(ROOT / CHAPTER / "two_stages.py", nproc=2)
     assert result.returncode == 0
     assert "gradients of two stages are one process's" in result.stdout

@@ -82,7 +82,7 @@ def bubbles_in(text: str) -> dict[str, tuple[float, float, float, list[float]]]:
 @pytest.fixture(scope="module")
 def four_ranks(worker_pool: WorkerPool) -> dict[str, Any]:
     """Record all schedules on four ranks with 8 micro-batches, once for all tests."""
-    ends = worker_pool.run(bubble_of, ["--ms=5"], world_size=4, timeout=120)
+    ends = worker_pool.run(bubble_of, ["--ms=5"], world_size=4)
     assert [code for code, _ in ends] == [0] * 4, ends
     rows = bubbles_in(ends[0][1])
     assert len(rows) == 7
@@ -105,6 +105,57 @@ def test_1f1b_waits_as_long_as_gpipe(four_ranks: dict[str, Any]) -> None:
     assert four_ranks["1F1B"][1] == four_ranks["GPipe"][1] == pytest.approx(27.3)
 
 
+def end_of_last(schedule: Callable, forward: list[int], m: int) -> int:
+    """Return when the last call of a step is over, if a stage's calls take so long."""
+    calls = load_chapter(BUBBLE)["call_timeline"]
+    left = calls.calls_of(schedule, len(forward), m)
+    ends: dict[Any, int] = {None: 0}
+    free = [0] * len(forward)
+    while any(left):
+        for stage, row in enumerate(left):
+            while row and (call := calls.needed(row[0], stage, len(left))) in ends:
+                length = forward[stage] * (1 if row[0][0] == "F" else 2)
+                free[stage] = max(free[stage], ends[call]) + length
+                ends[row.pop(0), stage] = free[stage]
+    return max(free)
+
+
+def test_1f1b_and_gpipe_differ_if_stages_are_unequal() -> None:
+    modules = load_chapter(BUBBLE)
+    gpipe, ours = modules["gpipe"].gpipe, modules["one_f_one_b"].one_f_one_b
+    for forward in ([1, 1, 1], [2, 2, 2]):
+        assert end_of_last(gpipe, forward, 6) == end_of_last(ours, forward, 6)
+    assert [end_of_last(way, [3, 1, 1], 6) for way in (gpipe, ours)] == [60, 54]
+
+
+def shares_of(name: str, micro_batches: tuple[int, ...]) -> list[Any]:
+    """Record a schedule; return for each number its idle share, and what is kept."""
+    modules, found = load_chapter(BUBBLE), []
+    for m in micro_batches:
+        spans: list[Any] = [None] * dist.get_world_size()
+        mine = modules["timed_pipeline"].record(name, 2, m, 0.0)
+        dist.all_gather_object(spans, mine)
+        timelines = modules["timelines"]
+        kept = [timelines.most_in_flight(row, 2) for row in spans]
+        found.append((timelines.idle_share(timelines.replay(spans)), kept))
+    return found
+
+
+def test_zero_bubble_formula_wants_enough_micro_batches(
+    worker_pool: WorkerPool,
+) -> None:
+    few, enough, multiple = [3 / (3 * 2 * m + 3) for m in (4, 7, 8)]
+    ends = worker_pool.run(shares_of, "ZBVZeroBubble", (4, 7, 8), world_size=4)
+    shares = [share for share, _ in ends[0]]
+    assert shares == pytest.approx([0.2, enough, multiple]) and few < 0.12
+    assert [kept for _, kept in ends[0][1:]] == [[4] * 4] * 2
+    name = "InterleavedZeroBubble"
+    ends = worker_pool.run(shares_of, name, (4, 7, 8), world_size=4)
+    shares = [share for share, _ in ends[0]]
+    assert shares == pytest.approx([few, enough, multiple])
+    assert [kept for _, kept in ends[0]] == [[4] * 4, [5.5] * 4, [4] * 4]
+
+
 def test_zero_bubble_schedules_have_a_bubble(four_ranks: dict[str, Any]) -> None:
     for name in ("InterleavedZeroBubble", "ZBVZeroBubble"):
         assert 5 < four_ranks[name][1] < four_ranks[name][2]
@@ -124,7 +175,7 @@ def test_interleaving_keeps_more_than_1f1b(four_ranks: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fault", ["other order", "units"])
 def test_bubble_notices(worker_pool: WorkerPool, fault: str) -> None:
-    ends = worker_pool.run(bubble_of, ["--ms=1"], fault, world_size=2, timeout=60)
+    ends = worker_pool.run(bubble_of, ["--ms=1"], fault, world_size=2)
     assert [code for code, _ in ends] == [1, 1]
     assert "not so: 7 orders" in ends[0][1]
 
@@ -133,7 +184,7 @@ def test_bubble_notices(worker_pool: WorkerPool, fault: str) -> None:
 def test_formulas_hold_for_other_numbers(worker_pool: WorkerPool) -> None:
     for ranks, rounds in ((2, 5), (3, 2)):
         words = ["--ms=1", f"--rounds={rounds}"]
-        ends = worker_pool.run(bubble_of, words, world_size=ranks, timeout=60)
+        ends = worker_pool.run(bubble_of, words, world_size=ranks)
         assert [code for code, _ in ends] == [0] * ranks, ends
 
 
@@ -188,9 +239,9 @@ def real_stages(fault: str = "") -> tuple[Any, str]:
 
 
 def test_bytes_that_autograd_keeps_are_counted(worker_pool: WorkerPool) -> None:
-    ends = worker_pool.run(real_stages, timeout=60)
+    ends = worker_pool.run(real_stages)
     assert [code for code, _ in ends] == [0, 0], ends
-    ends = worker_pool.run(real_stages, "gpipe twice", timeout=60)
+    ends = worker_pool.run(real_stages, "gpipe twice")
     assert [code for code, _ in ends] == [1, 1]
 
 
@@ -209,7 +260,7 @@ ENDS = {
 @pytest.fixture(scope="module")
 def shown() -> dict[str, list[tuple[str, int]]]:
     """Run all mistakes at once; return what each rank printed, and its exit code."""
-    result = python(f"{MISTAKES}/show.py", *ENDS, timeout=100)
+    result = python(f"{MISTAKES}/show.py", *ENDS)
     assert result.returncode == 0, result.output
     found: dict[str, list[tuple[str, int]]] = {}
     for part in result.stdout.split("--- ")[1:]:
@@ -295,7 +346,7 @@ def balanced_with(fault: str) -> tuple[Any, str]:
 
 
 def test_equal_blocks_are_not_equal_stages(worker_pool: WorkerPool) -> None:
-    ends = worker_pool.run(balanced_with, "", timeout=90)
+    ends = worker_pool.run(balanced_with, "")
     assert [code for code, _ in ends] == [0, 0], ends
     (head,) = re.findall(r"head ([\d.]+) times a block", ends[0][1])
     found = re.findall(
@@ -308,7 +359,7 @@ def test_equal_blocks_are_not_equal_stages(worker_pool: WorkerPool) -> None:
 
 @pytest.mark.slow
 def test_a_worse_cut_is_noticed(worker_pool: WorkerPool) -> None:
-    ends = worker_pool.run(balanced_with, "first layers alone", timeout=90)
+    ends = worker_pool.run(balanced_with, "first layers alone")
     assert [code for code, _ in ends] == [1, 1]
 
 
@@ -347,7 +398,7 @@ def three_ways_with(fault: str, samples: int = 8) -> tuple[Any, str]:
 def test_bytes_of_three_ways_and_where_they_cross(worker_pool: WorkerPool) -> None:
     sent = {}
     for samples in (8, 128):
-        ends = worker_pool.run(three_ways_with, "", samples, timeout=60)
+        ends = worker_pool.run(three_ways_with, "", samples)
         assert [code for code, _ in ends] == [0, 0], ends
         found = re.findall(r"^(\w+) +\| a rank sends +([\d.]+) MB", ends[0][1], re.M)
         sent[samples] = {way: float(megabytes) for way, megabytes in found}
@@ -359,7 +410,7 @@ def test_bytes_of_three_ways_and_where_they_cross(worker_pool: WorkerPool) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["no sum", "half"])
 def test_three_ways_notice(worker_pool: WorkerPool, fault: str) -> None:
-    ends = worker_pool.run(three_ways_with, fault, timeout=60)
+    ends = worker_pool.run(three_ways_with, fault)
     assert [code for code, _ in ends] == [1, 1]
     assert "not so: 3 ways" in ends[0][1]
 
@@ -480,7 +531,7 @@ def test_broken_pipeline_s_checker(worker_pool: WorkerPool) -> None:
         "none": "nothing is clipped",
         "still": "its weights have not moved",
     }
-    by_rank = worker_pool.run(try_steps, list(hints), timeout=60)
+    by_rank = worker_pool.run(try_steps, list(hints))
     assert [found[0] for found in by_rank] == ["", ""]
     assert len(by_rank[0]) == len(hints) + 1
     for number, hint in enumerate(hints.values(), start=1):

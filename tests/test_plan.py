@@ -678,7 +678,7 @@ def test_example_of_the_page_by_hand() -> None:
 
 def plan(*options: str) -> Any:
     """Run the planner as a reader does."""
-    return python(ROOT / ROOM / "plan.py", *options, timeout=60)
+    return python(ROOT / ROOM / "plan.py", *options)
 
 
 @pytest.mark.parametrize(
@@ -757,7 +757,7 @@ def test_planner_imports_neither_torch_nor_numpy() -> None:
     code = f"import runpy, sys; sys.path.insert(0, {str(script.parent)!r}); "
     code += f"runpy.run_path({str(script)!r}, run_name='plan'); "
     code += "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
-    assert python("-c", code, timeout=60).stdout == "[]\n"
+    assert python("-c", code).stdout == "[]\n"
 
 
 def test_a_wrong_constant_ends_both_checks(monkeypatch: pytest.MonkeyPatch) -> None:

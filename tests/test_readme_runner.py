@@ -625,7 +625,6 @@ def pytest_session(root: Path, *options: str) -> tuple[int, str]:
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
         cwd=root,
         env=clean_environment(TMPDIR=str(root.parent)),
-        timeout=60,
     )
     return result.returncode, result.output
 

@@ -112,7 +112,7 @@ def attention_errors(
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ring_attention_is_attention(worker_pool: WorkerPool, world_size: int) -> None:
-    results = worker_pool.run(attention_errors, world_size=world_size, timeout=90)
+    results = worker_pool.run(attention_errors, world_size=world_size)
     assert len(results) == world_size
     for errors in results:
         assert len(errors) == 4 * 3 * len(LENGTHS)

@@ -94,7 +94,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, list[Any
     script = folder / "recorder.py"
     text = RECORDER.format(chapter=str(ROOT / CHAPTER), folder=str(folder))
     script.write_text(textwrap.dedent(text))
-    result = python(script, timeout=120)
+    result = python(script)
     assert result.returncode == 0, result.output
     files = [folder / f"trainer{rank}" for rank in range(2)]
     return result, [list(map(json.loads, f.read_text().splitlines())) for f in files]
@@ -178,7 +178,7 @@ def test_one_trainer_equals_local_training_also_when_resumed(
     torch.save({"table": start}, path)
     # The table's name keeps its underscore; an option may have one for a hyphen.
     words = ["--trainers=1", f"--max_steps={steps}", f"--table={path}"]
-    result = python(TRAIN, *words, timeout=120)
+    result = python(TRAIN, *words)
     assert result.returncode == 0, result.output
     ended = torch.load(path, weights_only=True)["table"]
     # The same in one process, without a line of the chapter's training code.
@@ -528,7 +528,7 @@ if __name__ == "__main__":
 def test_six_trainers_share_a_table_of_30_rows_of_8(tmp_path: Path) -> None:
     script = tmp_path / "small.py"
     script.write_text(SMALL.format(chapter=str(ROOT / CHAPTER)))
-    result = python(script, timeout=120)
+    result = python(script)
     assert result.returncode == 0, result.output
     lines = [f"{rank} True 10 (30, 8)" for rank in range(6)]
     assert result.stdout.splitlines() == ["moved True", *lines]
@@ -543,7 +543,7 @@ def test_a_dense_part_outside_ddp_is_noticed(tmp_path: Path) -> None:
     assert train.count(wrapped) == 1
     bare = train.replace(wrapped, "dense_part(options.seed).to(device)")
     (copy / "train.py").write_text(bare)
-    result = python(copy / "train.py", "--max-steps=5", timeout=120)
+    result = python(copy / "train.py", "--max-steps=5")
     assert result.returncode == 1
     wrong = "the lesson has gone wrong: the dense weights of 2 trainer(s) are NOT equal"
     assert wrong in result.output
@@ -556,14 +556,14 @@ def test_training_without_a_barrier_is_not_synchronous(tmp_path: Path) -> None:
     lesson, barrier = (copy / "asynchronous.py").read_text(), "if is_synchronous:"
     assert lesson.count(barrier) == 1
     (copy / "asynchronous.py").write_text(lesson.replace(barrier, "if False:"))
-    result = python(copy / "asynchronous.py", timeout=120)
+    result = python(copy / "asynchronous.py")
     assert result.returncode == 1
     assert "not so: synchronous trainers end" in result.output
 
 
 def test_steps_of_two_trainers_undo_each_other_without_a_lock() -> None:
     script = ROOT / CHAPTER / "staleness" / "lost_updates.py"
-    result = python(script, timeout=120)
+    result = python(script)
     # No call has failed: nothing but the table itself tells of the loss.
     assert result.returncode == 0, result.output
     compiled, eager, _ = result.stdout.splitlines()

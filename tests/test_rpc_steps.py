@@ -64,7 +64,7 @@ def check_table(result: Result, trainers: int, steps: int) -> None:
 
 @pytest.mark.slow
 def test_two_trainers_in_four_ways_lose_nothing_where_calls_take_turns() -> None:
-    result = python(SCRIPT, "--rounds=2", "--steps=8", timeout=100)
+    result = python(SCRIPT, "--rounds=2", "--steps=8")
     check_table(result, trainers=2, steps=24)
     lines = result.stdout.splitlines()
     assert lines[0] == (
@@ -80,7 +80,7 @@ def test_two_trainers_in_four_ways_lose_nothing_where_calls_take_turns() -> None
 
 @pytest.mark.slow
 def test_one_trainer_ends_where_one_process_does_in_every_way() -> None:
-    result = python(SCRIPT, "--trainers=1", "--rounds=1", "--steps=10", timeout=100)
+    result = python(SCRIPT, "--trainers=1", "--rounds=1", "--steps=10")
     check_table(result, trainers=1, steps=20)
     lines = result.stdout.splitlines()
     assert lines[6:9] == [

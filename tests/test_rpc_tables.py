@@ -60,7 +60,7 @@ def open_rpc(folder: str) -> Iterator[str]:
     # TCP, so that there is something to count.
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"file://{folder}/rpc",
-        rpc_timeout=30,
+        rpc_timeout=120,
         _transports=["uv"],
         _channels=["basic"],
     )
@@ -205,7 +205,7 @@ def session(
 ) -> dict[str, Any]:
     """Return what trainer 0 found."""
     folder = str(tmp_path_factory.mktemp("rpc"))
-    ranks = pool.run(rpc_session, folder, batches, world_size=4, timeout=120)
+    ranks = pool.run(rpc_session, folder, batches, world_size=4)
     assert ranks[1:] == [{}] * 3
     return ranks[0]
 
@@ -266,7 +266,7 @@ def test_servers_and_shards_end_with_the_table_of_one_process(
 def test_shards_are_right_on_other_numbers_of_ranks(
     pool: WorkerPool, nprocs: int
 ) -> None:
-    ranks = pool.run(train_without_servers, 4, world_size=nprocs, timeout=60)
+    ranks = pool.run(train_without_servers, 4, world_size=nprocs)
     assert len(ranks) == nprocs
     table, dense = train_alone(4, nprocs)
     for rank, (own, of_rank) in enumerate(ranks):

@@ -274,7 +274,7 @@ def answers_of(
     worker_pool: WorkerPool, cases: dict[str, Case], world_size: int = 2
 ) -> dict[str, tuple[bool, str]]:
     """Return the answers, which have to be equal on all ranks."""
-    by_rank = worker_pool.run(ask, cases, world_size=world_size, timeout=120)
+    by_rank = worker_pool.run(ask, cases, world_size=world_size)
     assert len(by_rank) == world_size
     for answers in by_rank:
         assert answers == by_rank[0]

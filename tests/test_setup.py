@@ -104,7 +104,7 @@ class Checkout:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
 
     def set_up(self) -> None:
@@ -120,7 +120,7 @@ class Checkout:
             cwd=self.folder,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=True,
         )
         return result.stdout.strip()
@@ -174,7 +174,7 @@ def test_first_run_installs_and_second_run_does_nothing(fresh: Checkout) -> None
 def test_commands_start_though_the_path_holds_a_space(shared: Checkout) -> None:
     shared.set_up()
     command = [shared.folder / ".venv/bin/tiny", "an argument", "2"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (result.stdout, result.stderr) == ("1.0 ['an argument', '2']\n", "")
 
 
@@ -260,12 +260,12 @@ def test_install_killed_in_the_middle_is_begun_again(
                 connection, _ = index.accept()
                 connection.recv(1)
                 os.killpg(process.pid, how)
-                assert process.wait(timeout=60) != 0
+                assert process.wait(timeout=300) != 0
                 connection.close()
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
-                    process.wait(timeout=60)
+                    process.wait(timeout=300)
         finally:
             pins.write_text("tiny==1.0\n")
     assert not (shared.folder / ".venv/requirements.txt.installed").exists()

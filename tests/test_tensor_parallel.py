@@ -656,3 +656,18 @@ def test_partial_gradients_are_not_clipped_by_value(worker_pool: WorkerPool) -> 
     said = worker_pool.run(clip_by_value)
     words = "in-place operations that require placement changes are not supported."
     assert [words in text and "Partial(sum)" in text for text in said] == [True] * 2
+
+
+def fused_sgd() -> str:
+    """Step with norms' partial gradients; return what PyTorch says."""
+    script, mesh = modules["sequence_parallel"], init_device_mesh("cpu", (2,))
+    ours = train.split_over_ranks(gpt_of(), mesh, *script.WAYS["+ sequence"][0])
+    with pytest.raises(RuntimeError) as refused:
+        take_steps(ours, torch.optim.SGD, fused=True)
+    return str(refused.value)
+
+
+def test_fused_sgd_refuses_partial_gradients(worker_pool: WorkerPool) -> None:
+    said = worker_pool.run(fused_sgd)
+    words = "aten._fused_sgd_.default does not have a sharding strategy"
+    assert [words in text for text in said] == [True] * 2

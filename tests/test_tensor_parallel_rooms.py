@@ -60,7 +60,7 @@ def run_mistakes() -> dict[str, list[str]]:
 @pytest.fixture(scope="module")
 def printed(worker_pool: WorkerPool) -> dict[str, list[list[str]]]:
     """Run all mistakes; return what ranks 0 and 1 print, as it is and mended."""
-    by_rank = worker_pool.run(run_mistakes, timeout=60)
+    by_rank = worker_pool.run(run_mistakes)
     return {
         name: [list(both) for both in zip(*(of[name] for of in by_rank), strict=True)]
         for name in by_rank[0]
@@ -569,7 +569,7 @@ def test_steps_take_their_bytes_over_the_rate(laboratory: None, tmp_path: Path) 
     lab = ROOT / "03_ddp_torchrun" / "cluster" / "lab.py"
     words = ["--rounds=2", "--samples=2", f"--json={path}"]
     script = ROOT / PAYS / "step_time.py"
-    run = python(lab, "--link-rate=50mbit", "--", script, *words, timeout=200)
+    run = python(lab, "--link-rate=50mbit", "--", script, *words)
     assert run.returncode == 0, run.output
     found = json.loads(path.read_text())["2"]["50000000"]
     for way, expected in (("data", 13.38e6), ("tensor", 3.15e6)):

@@ -197,9 +197,7 @@ def train_every_stage(names: list[str]) -> dict[tuple[str, int], dict[str, Tenso
 def test_every_stage_equals_one_process(
     worker_pool: WorkerPool, world_size: int, names: list[str]
 ) -> None:
-    results = worker_pool.run(
-        train_every_stage, names, world_size=world_size, timeout=120
-    )
+    results = worker_pool.run(train_every_stage, names, world_size=world_size)
     before = dict(build().named_parameters())
     untrained = {name for name in before if name.startswith(("frozen", "unused"))}
     assert len(before) == 16 and len(untrained) == 4 and len(results) == world_size
@@ -1011,7 +1009,7 @@ def walk_in_every_way() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def walks(worker_pool: WorkerPool) -> list[tuple[bool, Frozen, dict[str, Any]]]:
     """Return what both ranks saw on all walks."""
-    results = worker_pool.run(walk_in_every_way, timeout=60)
+    results = worker_pool.run(walk_in_every_way)
     assert len(results) == 2
     found = [(*walk, seen[i]) for seen in results for i, walk in enumerate(WALKS)]
     assert len(found) == 8
@@ -1359,7 +1357,7 @@ TOTALS = {1: (2, 2, 6), 2: (2, 2, 6), 3: (2, 2, 4)}
 
 
 def test_scripts(worker_pool: WorkerPool) -> None:
-    results = worker_pool.run(scripts_on_ranks, timeout=120)
+    results = worker_pool.run(scripts_on_ranks)
     assert [status for found in results for status, _ in found] == [0] * 6
     assert len(results[0]) == len(TOTALS) == 3
     for (_, said), kept in zip(results[0], TOTALS.values(), strict=True):
@@ -1378,7 +1376,7 @@ def broken_scripts_on_ranks() -> dict[tuple[int, str], tuple[int, str]]:
 
 
 def test_broken_scripts_fail(worker_pool: WorkerPool) -> None:
-    results = worker_pool.run(broken_scripts_on_ranks, timeout=120)
+    results = worker_pool.run(broken_scripts_on_ranks)
     assert len(results) == 2
     for rank, found in enumerate(results):
         assert len(found) == 9

@@ -146,7 +146,7 @@ def deepspeed(
 def run(
     command: Sequence[str | Path],
     *,
-    timeout: float = 120,
+    timeout: float = 300,
     cwd: str | Path | None = None,
     env: Mapping[str, str] | None = None,
     input: str | None = None,

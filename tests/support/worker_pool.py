@@ -146,7 +146,7 @@ class WorkerPool:
         function: Callable[..., Any],
         *args: Any,
         world_size: int = 2,
-        timeout: float = 120,
+        timeout: float = 300,
     ) -> list[Any]:
         """Run `function(*args)` on every rank and return the results in rank order.
 
