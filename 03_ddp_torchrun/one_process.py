@@ -13,7 +13,8 @@ from model import GPT, GPTConfig
 
 def main() -> None:
     """Train for one epoch on one device."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    # True: one that is there, not only one that this torch is built for.
+    device = torch.accelerator.current_accelerator(True) or torch.device("cpu")
     torch.manual_seed(0)
     model = GPT(GPTConfig()).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

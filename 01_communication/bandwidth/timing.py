@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 class Call(NamedTuple):
-    """What all ranks do together: `function(tensor)` makes `expected` of `start`."""
+    """What all ranks do together: `function(tensor)` turns `start` into `expected`."""
 
     function: Callable[[torch.Tensor], object]
     expected: torch.Tensor

@@ -45,7 +45,7 @@ class ShardedGradients(ShardedOptimizer):
         work = dist.reduce_scatter_single(
             mine, whole, op=dist.ReduceOp.AVG, async_op=True
         )
-        # `whole` must live until it has been sent; the one before has had its time.
+        # `whole` must live until it has been sent. The one before is waited for now.
         self.in_flight.append((work, self.shards[p], mine, whole))
         self.finish_gradient_sync(but_last=1)
 
