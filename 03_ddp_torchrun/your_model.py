@@ -32,7 +32,7 @@ def sum_over_ranks(model):
 
 def main() -> None:
     """Ask twice, with three global batches."""
-    with join(at_least=2):
+    with join(at_least=2):  # this rank's device, on which all of this is made
         batches = [(x, x.sin()) for x in torch.linspace(-3, 3, 72).view(3, 24, 1)]
         ways = nn.parallel.DistributedDataParallel, sum_over_ranks
         ddp, by_hand = (same_as_one_process(build, loss_of, w, batches) for w in ways)

@@ -81,7 +81,10 @@ def main() -> None:
         is_same = max(map(torch.dist, grads, right)) < 1e-9
         results.append(is_same and expected <= kept < 1.03 * expected)
     is_right = all(results) and sent[0] == sent[1] > sent[2]
-    check(is_right, "three times one process's gradient; memory by the formula")
+    check(
+        is_right,
+        "each of the three gives one process's gradient; memory by the formula",
+    )
     leave()
 
 

@@ -572,7 +572,8 @@ def test_sequence_parallel_sends_as_much_and_keeps_less(
     )
     assert outputs[1:] == [""] * (world_size - 1)
     *lines, last = outputs[0].splitlines()
-    assert last == "check: three times one process's gradient; memory by the formula"
+    claim = "each of the three gives one process's gradient; memory by the formula"
+    assert last == f"check: {claim}"
     found = [
         re.fullmatch(r"(.{10}) \| sends (\S+) bytes \| keeps (\S+) x \(B, T, D\)", line)
         for line in lines
@@ -606,7 +607,7 @@ def test_sequence_parallel_gone_wrong_is_noticed(
     worker_pool: WorkerPool, fault: str
 ) -> None:
     ends = worker_pool.run(sequence_ending, fault)
-    assert_noticed(ends, "three times one process's gradient")
+    assert_noticed(ends, "each of the three gives one process's gradient")
 
 
 def steps_by_sequence() -> list[float]:

@@ -30,7 +30,7 @@ def once_per_disk(download: Callable[[], object], is_shared: bool) -> None:
     number = dist.get_rank() if is_shared else dist.get_node_local_rank()
     if number == 0:
         download()
-    # Nobody passes before all downloads are complete, or the group's timeout is over.
+    # All wait until the downloads are complete, or fail at the group's timeout.
     dist.barrier()
 
 

@@ -48,8 +48,8 @@ def seed_by_sum(worker: int) -> None:
     torch.manual_seed(SEED + dist.get_rank() + worker)
 
 
-# Where a data set draws from, what its loader is told, and how many of the 8 numbers
-# differ that the 4 workers of 2 ranks draw first in 2 epochs.
+# Where a data set draws from, what its loader is told, and how many distinct ones
+# are among the 8 numbers that the 4 workers of 2 ranks draw first in 2 epochs.
 WAYS: dict[str, tuple[str, dict[str, Any], int]] = {
     "manual_seed on all ranks": ("global", {}, 4),
     "init_fn: rank + worker": ("global", {"worker_init_fn": seed_by_sum}, 3),
@@ -91,7 +91,7 @@ def main() -> None:
         first = gather([list(numbers.values())[:WORKERS] for numbers in epochs])
         values = [number for of_rank in first for epoch in of_rank for number in epoch]
         shown = "".join(f"{a:10.2f}{b:8.2f}" for (a, b), _ in first)
-        say(f"{name:24}{shown}{len(set(values)):6} of {len(values)} differ")
+        say(f"{name:24}{shown}{len(set(values)):6} of {len(values)} distinct")
         is_right.append(world_size != 2 or len(set(values)) == expected)
         if draws == "by sample":
             dataset = Augmented(draws)  # as in one process, without workers

@@ -37,7 +37,7 @@ def undivided(ddp_model: DDP, batches: Batches) -> None:
 
 
 def accumulate(ddp_model: DDP, batches: Batches) -> None:
-    """Right if all micro-batches of all ranks have as many samples."""
+    """Right if all micro-batches of all ranks have equally many samples."""
     for i, (inputs, labels) in enumerate(batches, start=1):
         with nullcontext() if i == len(batches) else ddp_model.no_sync():
             (F.mse_loss(ddp_model(inputs), labels) / len(batches)).backward()

@@ -64,9 +64,9 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"plan.py: {error}")
     first, *others = best_of_each_shape(plans)[: options["rows"]]
-    size = f"{job.model.parameters() / 1e9:.2f} billion parameters"
+    parameters = f"{job.model.parameters() / 1e9:.2f} billion parameters"
     step = f"a step of {job.batch:,} sequences of {job.sequence:,} tokens"
-    print(f"{options['model']}: {size}, {step}")
+    print(f"{options['model']}: {parameters}, {step}")
     roomy = sum(has_headroom(job, plan) for plan in plans)
     fits = f"{len(plans):,} fit in {options['memory']:g} GB"
     print(f"{count:,} layouts are possible, {fits}, {roomy:,} with 15 % of headroom")
