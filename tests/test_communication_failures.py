@@ -667,6 +667,14 @@ def test_short_broadcast_leaves_the_rest_alone(worker_pool: WorkerPool) -> None:
     assert worker_pool.run(broadcast_two_into_three) == [[7.0, 7.0], [7.0, 7.0, 8.0]]
 
 
+def test_short_broadcast_may_bring_another_rank_s_rest(worker_pool: WorkerPool) -> None:
+    # From four ranks on, a rank within gloo's tree passes on what it has itself.
+    ends = worker_pool.run(broadcast_two_into_three, world_size=4)
+    assert [end[:2] for end in ends] == [[7.0, 7.0]] * 4
+    rests = [end[2] for end in ends[1:]]
+    assert rests != [8.0, 9.0, 10.0] and set(rests) <= {8.0, 9.0, 10.0}
+
+
 def wait_for_a_rank_that_left() -> str:
     """Wait without a timeout of one's own in a group that allows one second."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))

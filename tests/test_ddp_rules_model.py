@@ -168,18 +168,29 @@ def test_padding_biases_a_mean_and_sums_with_counts_do_not(
     assert [counted for _, _, counted in by_rank] == [pytest.approx(true)] * 3
 
 
-def test_drop_last_leaves_out_other_samples_in_each_epoch() -> None:
+@pytest.mark.parametrize(
+    ("shuffle", "sets_epoch", "expected"),
+    [
+        (True, True, [2, 4, 3]),  # as on the page
+        (True, False, [2, 2, 2]),
+        (False, True, [9, 9, 9]),
+    ],
+)
+def test_drop_last_leaves_out_other_samples_in_each_epoch(
+    shuffle: bool, sets_epoch: bool, expected: list[int]
+) -> None:
     left_out = []
     for epoch in range(3):
         seen = set()
         for rank in range(3):
             data: Any = range(10)
-            shard = DistributedSampler(data, 3, rank, drop_last=True)
-            shard.set_epoch(epoch)
+            shard = DistributedSampler(data, 3, rank, shuffle, drop_last=True)
+            if sets_epoch:
+                shard.set_epoch(epoch)
             seen |= set(shard)
         assert len(seen) == 9
         left_out += sorted(set(range(10)) - seen)
-    assert left_out == [2, 4, 3]  # as on the page
+    assert left_out == expected
 
 
 # --- BatchNorm. ----------
@@ -381,6 +392,8 @@ def test_sync_batch_norm_refuses_a_cpu(worker_pool: WorkerPool) -> None:
         *["SyncBatchNorm layers only work with GPU modules"] * 2,
     ]
     assert worker_pool.run(refusals) == [wanted] * 2
+    # Where there is no process group, it is a BatchNorm.
+    assert torch.nn.SyncBatchNorm(3)(torch.randn(4, 3)).shape == (4, 3)
 
 
 # --- Layers that a step does not use. ----------

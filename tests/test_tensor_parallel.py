@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lessons import in_the_pool, run_lesson
 from scripts import load_chapter
 from tiny_gpt import write_text
-from worker_pool import RankError, WorkerPool
+from worker_pool import RankError, RankFailure, WorkerPool
 
 CHAPTER = "07_tensor_parallel"
 modules: dict[str, Any] = load_chapter(CHAPTER)
@@ -657,6 +657,21 @@ def test_partial_gradients_are_not_clipped_by_value(worker_pool: WorkerPool) -> 
     said = worker_pool.run(clip_by_value)
     words = "in-place operations that require placement changes are not supported."
     assert [words in text and "Partial(sum)" in text for text in said] == [True] * 2
+
+
+def read_seven_tokens() -> float:
+    """Split the GPT by tokens, and read a number of them that two do not divide."""
+    script, mesh = modules["sequence_parallel"], init_device_mesh("cpu", (2,))
+    ours = train.split_over_ranks(gpt_of(), mesh, *script.WAYS["+ sequence"][0])
+    inputs, labels = batches_of(1)[0]
+    return ours(inputs[:, :7], labels[:, :7]).item()
+
+
+def test_tokens_must_divide_by_the_ranks_in_sequence_parallelism(
+    worker_pool: WorkerPool,
+) -> None:
+    with pytest.raises(RankFailure, match=r"SIGABRT|gloo"):
+        worker_pool.run(read_seven_tokens)
 
 
 def fused_sgd() -> str:
