@@ -749,7 +749,7 @@ def test_job_script_requeues_only_a_run_that_left_its_marker(
     tmp_path: Path, ending: str, is_requeued: bool, status: int
 ) -> None:
     page = (ROOT / PLACE / "README.md").read_text()
-    (script,) = re.findall(r"^```sh\n(#SBATCH.*?)^```", page, re.M | re.S)
+    (script,) = re.findall(r"^```sh\n(#!/bin/bash\n#SBATCH.*?)^```", page, re.M | re.S)
     stand_ins = {
         "srun": SRUN.replace("$ENDING", ending),
         "scontrol": '#!/bin/sh\necho "scontrol $@"\n',
