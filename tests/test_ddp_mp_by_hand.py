@@ -442,6 +442,25 @@ def test_buckets_are_as_large_as_ddp_s(worker_pool: WorkerPool) -> None:
         assert words in " ".join((ROOT / CHAPTER / path).read_text("utf-8").split())
 
 
+def buckets_and_buffers() -> tuple[str, str, float]:
+    """Return DDP's buckets in step 1 and after it, and a buffer that is not copied."""
+    model = nn.Sequential(*[nn.Linear(800, 800, bias=False) for _ in range(4)])
+    model.register_buffer("mine", torch.tensor(float(dist.get_rank())))
+    ddp_model = DistributedDataParallel(model, broadcast_buffers=False)
+    for _ in range(3):  # the second buckets are noted in the third step
+        ddp_model(torch.randn(2, 800)).sum().backward()
+    noted: Any = ddp_model._get_ddp_logging_data()
+    buffer: Any = model.mine
+    return noted["bucket_sizes"], noted["rebuilt_bucket_sizes"], buffer.item()
+
+
+def test_first_step_of_ddp_has_one_bucket(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(buckets_and_buffers)
+    # Bytes, of matrices of 2.56 MB. The first is full with one.
+    assert [one[:2] for one in found] == [("10240000", "2560000, 7680000")] * 2
+    assert [buffer for _, _, buffer in found] == [0.0, 1.0]
+
+
 def test_bucket_holds_one_dtype() -> None:
     bucketed = load_chapter(CHAPTER)["bucketed"]
     kinds = [torch.float32, torch.float32, torch.float16, torch.float32]

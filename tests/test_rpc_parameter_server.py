@@ -466,6 +466,11 @@ def test_two_stores_need_two_ports() -> None:
         heartbeats.host_store("127.0.0.1", port)
     with pytest.raises(RuntimeError, match="EADDRINUSE"):
         dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    shared: Any = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
+    port = free_port()
+    one, two = (dist.TCPStore("127.0.0.1", port, **shared) for _ in range(2))
+    one.set("key", "value")
+    assert two.get("key") == b"value"
 
 
 # The sizes of the tutorial that many start from: six trainers, a table of 30 rows of 8

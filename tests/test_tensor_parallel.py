@@ -659,19 +659,20 @@ def test_partial_gradients_are_not_clipped_by_value(worker_pool: WorkerPool) -> 
     assert [words in text and "Partial(sum)" in text for text in said] == [True] * 2
 
 
-def read_seven_tokens() -> float:
-    """Split the GPT by tokens, and read a number of them that two do not divide."""
+def read_tokens(count: int) -> float:
+    """Split the GPT by tokens, and read so many of them; return the loss."""
     script, mesh = modules["sequence_parallel"], init_device_mesh("cpu", (2,))
     ours = train.split_over_ranks(gpt_of(), mesh, *script.WAYS["+ sequence"][0])
     inputs, labels = batches_of(1)[0]
-    return ours(inputs[:, :7], labels[:, :7]).item()
+    return ours(inputs[:, :count], labels[:, :count]).item()
 
 
 def test_tokens_must_divide_by_the_ranks_in_sequence_parallelism(
     worker_pool: WorkerPool,
 ) -> None:
+    assert len(set(worker_pool.run(read_tokens, 6))) == 1
     with pytest.raises(RankFailure, match=r"SIGABRT|gloo"):
-        worker_pool.run(read_seven_tokens)
+        worker_pool.run(read_tokens, 7)
 
 
 def fused_sgd() -> str:
