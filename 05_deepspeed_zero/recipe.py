@@ -75,7 +75,7 @@ def evaluate(engine: Any, tokens: torch.Tensor) -> float:
 
 def main(options: argparse.Namespace) -> None:
     """Train or resume, evaluate, and resume once more from the first checkpoint."""
-    device = prepare(CONFIG, options.fused)  # before DeepSpeed is imported
+    device = prepare(CONFIG)  # before DeepSpeed is imported
     # What cannot be loaded is refused in one line, before the ranks meet.
     model, tokens = model_and_tokens(options, CONFIG, device, needed=20 * BLOCK_SIZE)
     held_out, tokens = tokens[: len(tokens) // 20], tokens[len(tokens) // 20 :]

@@ -47,7 +47,7 @@ SIZES = GPTConfig(block_size=32, width=65, heads=5)
 def main(options: argparse.Namespace) -> None:
     """Hand a model to DeepSpeed, train, and compare with one process."""
     CONFIG["bf16"]["enabled"] = options.precision == "bf16"
-    device = prepare(CONFIG, options.fused)  # before DeepSpeed is imported
+    device = prepare(CONFIG)  # before DeepSpeed is imported
     join()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     samples = CONFIG["train_micro_batch_size_per_gpu"] * world_size

@@ -253,7 +253,7 @@ def keys_that_deepspeed_reads() -> tuple[set[str], set[str], set[str], list[str]
         found = re.findall(LITERAL.format(of), (folder / name).read_text("utf-8"))
         assert found, name
         Noting.asked |= {key for keys in found for key in keys if key}
-    known = load_chapter("05_deepspeed_zero")["deepspeed_setup"].KNOWN_KEYS
+    known = load_chapter("05_deepspeed_zero/huggingface")["check_config"].KNOWN_KEYS
     said = []
     for key in sorted(removed):
         with pytest.raises(config.DeepSpeedConfigError) as refused:

@@ -187,14 +187,14 @@ def test_an_older_checkpoint_stays_until_the_new_one_is_whole(
     ended = zero_pools(2).run(break_off_another_save, str(folder), world_size=2)
     assert ended == ["in mid-run"] * 2
     assert contents() == before
-    assert load_chapter(ROOM)["shards"].find_problem(folder, 1) == ""
+    assert load_chapter(ROOM)["resume_elsewhere"].find_problem(folder, 1) == ""
 
 
 @pytest.mark.slow
 def test_a_damaged_shard_is_named_and_a_move_that_fails_is_refused(
     shards: tuple[Path, list[list[str]]], tmp_path: Path
 ) -> None:
-    find_problem = load_chapter(ROOM)["shards"].find_problem
+    find_problem = load_chapter(ROOM)["resume_elsewhere"].find_problem
     folder = tmp_path / "1"
     shutil.copytree(shards[0] / "1", folder)
     assert [find_problem(folder, stage) for stage in (1, 2)] == ["", ""]

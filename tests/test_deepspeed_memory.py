@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from launch import ROOT, deepspeed, torchrun
+from launch import ROOT, deepspeed, python, torchrun
 from lessons import in_the_pool, run_lesson
 from scripts import load_chapter
 from worker_pool import WorkerPool
@@ -159,6 +159,11 @@ def test_the_papers_table_is_reproduced() -> None:
         for stage in range(4)
     ]
     assert [round(gigabytes, 1) for gigabytes in kept] == [120.0, 31.4, 16.6, 1.9]
+    result = python(ROOT / ROOM / "paper.py", "--parameters=7.5e9", "--ranks=64")
+    assert result.returncode == 0, result.output
+    assert re.findall(r"^ +\d.* ([\d.]+)$", result.stdout, re.M) == [
+        *("120.0", "31.4", "16.6", "1.9"),
+    ]
 
 
 def test_examples_of_the_chapter_are_the_paper_s_formula() -> None:
@@ -320,7 +325,7 @@ def test_the_formulas_keep_whole_what_deepspeed_keeps_whole() -> None:
     # `param.ds_numel <= param_threshold` in mark_persistent_parameters, which the test
     # above runs. In bf16 a weight takes 2 bytes.
     sizes, whole = [99_999, 100_000, 100_001], 99_999 + 100_000
-    added = module("paper").bytes_added(module("paper").Run(sizes, 3, 0, 2, "bf16"))
+    added = module("added").bytes_added(module("added").Run(sizes, 3, 0, 2, "bf16"))
     assert added["gathered"] == 2 * whole
     # What is whole is all-gathered once a step. The rest is gathered for forward and
     # for backward, and its gradients are reduced. A tied matrix of the threshold's
@@ -474,7 +479,7 @@ def test_what_is_sent_or_stepped_at_a_time_has_a_limit() -> None:
     assert peak.values_sent_together(millions[2:]) == 400 * 10**6
     # 72 billion values on 4 ranks: of 18 billion each steps a billion at a time.
     kept = {"parameters": 36e9, "gradients": 36e9, "optimizer": 216e9, "buckets": 1e9}
-    run = module("paper").Run([72 * 10**9], 3, 0, 4, "bf16")
+    run = module("added").Run([72 * 10**9], 3, 0, 4, "bf16")
     adams = {"deepspeed": 2 + 4, "foreach": 4 + 4, "single": 4 + 8}
     for adam, each in adams.items():
         found = peak.peak_bytes(kept, run, adam)
@@ -501,9 +506,9 @@ def defaults_of_deepspeed() -> dict[str, int]:
 @pytest.mark.slow
 def test_calculator_s_defaults_are_deepspeed_s(pool: WorkerPool) -> None:
     (found,) = pool.run(defaults_of_deepspeed, world_size=1)
-    peak, paper = module("peak"), module("paper")
+    peak, added = module("peak"), module("added")
     ours = {"live": peak.Job._field_defaults["live"], "sub_group": peak.SUB_GROUP}
-    for kind in (peak.Job, paper.Run):
+    for kind in (peak.Job, added.Run):
         both = {name: kind._field_defaults[name] for name in ("bucket", "threshold")}
         assert found == both | ours
     page = " ".join((ROOT / ROOM / "README.md").read_text("utf-8").split())

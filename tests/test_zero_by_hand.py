@@ -821,7 +821,7 @@ def test_stage_2_sends_gradients_while_backward_runs(worker_pool: WorkerPool) ->
 
 def gpt(tied: bool, dtype: torch.dtype = torch.float32) -> Any:
     """Make the chapter's GPT with small and awkward sizes."""
-    model = script("model")
+    model = load_chapter("05_deepspeed_zero")["model"]
     torch.manual_seed(0)
     config = model.GPTConfig(block_size=9, width=10, layers=1, heads=2, tied=tied)
     return model.GPT(config).to(dtype)
@@ -1236,7 +1236,7 @@ def bytes_of_every_stage() -> dict[int, dict[str, float]]:
     by_hand, found = script("train_and_compare"), {}
     torch.manual_seed(0)
     for stage in STAGES:
-        model = script("model")
+        model = load_chapter("05_deepspeed_zero")["model"]
         config = model.GPTConfig(block_size=16, width=48, layers=1, heads=2)
         module = model.GPT(config)
         count = sum(p.numel() for p in module.parameters())
@@ -1275,11 +1275,7 @@ def run_script(stage: int, break_it: str = "") -> tuple[int, str]:
         # A check that fails leaves the group, which is the pool's.
         stack.enter_context(mock.patch.object(script("ranks"), "leave"))
         if break_it:
-            smaller = by_hand.GPTConfig(block_size=32, width=8, layers=1, heads=2)
-            stack.enter_context(mock.patch.object(by_hand, "STEPS", 2))
-            stack.enter_context(
-                mock.patch.object(by_hand, "GPTConfig", lambda **_: smaller)
-            )
+            stack.enter_context(mock.patch.multiple(by_hand, STEPS=2, WIDTH=8))
             BREAKS[break_it](stack, stage)
         try:
             by_hand.main(way)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ranks import start_ranks
-from train_and_compare import GPT, average_gradients, main
+from train_and_compare import average_gradients, main
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def copy_settings(source: torch.optim.Optimizer, target: torch.optim.Optimizer) 
         mine.update({name: other[name] for name in other if name != "params"})
 
 
-def stage_1(model: GPT, bf16: bool) -> tuple[GPT, ShardedOptimizer, Callable]:
+def stage_1(model: Any, bf16: bool) -> tuple[Any, ShardedOptimizer, Callable]:
     """Shard the optimizer state; gradients are all-reduced, and whole on every rank."""
     model = model.bfloat16() if bf16 else model
     optimizer = ShardedOptimizer(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ranks import start_ranks
-from train_and_compare import GPT, main
+from train_and_compare import main
 from zero_1 import ShardedOptimizer
 
 
@@ -70,7 +70,7 @@ class ShardedGradients(ShardedOptimizer):
         return loss
 
 
-def stage_2(model: GPT, bf16: bool) -> tuple[GPT, ShardedGradients, Callable]:
+def stage_2(model: Any, bf16: bool) -> tuple[Any, ShardedGradients, Callable]:
     """Shard the optimizer state and the gradients; weights are whole on every rank."""
     model = model.bfloat16() if bf16 else model
     optimizer = ShardedGradients(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ranks import start_ranks
-from train_and_compare import GPT, main
+from train_and_compare import main
 
 
 class ShardedParameter:
@@ -184,7 +184,7 @@ def in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype) if dtype and is_float else value
 
 
-def stage_3(model: GPT, bf16: bool) -> tuple[FullySharded, torch.optim.AdamW, Callable]:
+def stage_3(model: Any, bf16: bool) -> tuple[FullySharded, torch.optim.AdamW, Callable]:
     """Shard everything; the optimizer is PyTorch's own and sees only shards."""
     sharded = FullySharded(model, torch.bfloat16 if bf16 else None)
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)

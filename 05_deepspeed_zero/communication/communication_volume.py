@@ -81,7 +81,7 @@ def volume(stage: int, to_owner: bool, micro_batches: int, sizes: list[int]) -> 
 
 def main(options: argparse.Namespace) -> None:
     """Count every stage with one micro-batch and with two; compare the counts."""
-    device, is_right = prepare(CONFIG, options.fused), True
+    device, is_right = prepare(CONFIG), True
     join(at_least=2)
     n = dist.get_world_size()
     say(f"{'in multiples of the parameters':53}paper  DeepSpeed   TCP")

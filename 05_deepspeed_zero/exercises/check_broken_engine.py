@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.nn.functional import mse_loss
 
 from ask_ranks import ask_ranks, in_words
-from deepspeed_setup import prepare, unknown_key
+from check_config import unknown_key
+from deepspeed_setup import prepare
 from ranks import read_options
 
 WORLD_SIZE, BATCHES, ACCUMULATED = 2, 8, 2

@@ -12,6 +12,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from added import Run, bucket_bytes, bytes_added
 from live_tensors import (
     LIVE_KINDS,
     bytes_by_kind,
@@ -20,7 +21,7 @@ from live_tensors import (
     process_bytes,
     return_freed_memory,
 )
-from paper import KINDS, Run, bucket_bytes, bytes_added, paper_bytes
+from paper import KINDS, paper_bytes
 from peak import peak_bytes
 from peak_counter import PeakCounter
 from ranks import fail

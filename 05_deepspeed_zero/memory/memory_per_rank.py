@@ -75,6 +75,6 @@ if __name__ == "__main__":
             grad_accum_dtype={"choices": ("fp32",), "default": ""},
             default_buckets={"action": "store_true"},
             json={"type": Path, "help": "file to add rank 0's counts to"},
-            local_rank=SETUP_OPTIONS["local_rank"],
+            **SETUP_OPTIONS,
         ),
     )

@@ -8,15 +8,8 @@ DeepSpeed 0.19.8 and PyTorch 2.13.0; memory_per_rank.py compares it with what it
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from paper import (
-    KINDS,
-    Run,
-    bucket_bytes,
-    bytes_added,
-    bytes_for_each,
-    own_tensors,
-    paper_bytes,
-)
+from added import Run, bucket_bytes, bytes_added, bytes_for_each, own_tensors
+from paper import KINDS, paper_bytes
 
 # Float32 temporaries of Adam, for each value that it steps: PyTorch's as it is on a
 # GPU, all tensors at once; PyTorch's as it is on a CPU, one tensor after the other; and

@@ -82,14 +82,12 @@ def main() -> None:
     most = whole / dist.get_world_size() + 3 * whole / LAYERS
     is_right = divided["losses"] == plain["losses"] and divided["build"] < most
     peaks = max(gather(divided["build"]))
-    check(
-        is_right and plain["build"] >= whole,
-        f"no rank had more than {peaks / whole:.0%} of the weights; the same {STEPS} "
-        "losses",
-    )
+    is_right &= plain["build"] >= whole
+    most_of = f"no rank had more than {peaks / whole:.0%} of the weights"
+    check(is_right, f"{most_of}; the same {STEPS} losses")
     leave()
 
 
 if __name__ == "__main__":
-    read_options(local_rank=SETUP_OPTIONS["local_rank"])
+    read_options(**SETUP_OPTIONS)
     start_ranks(main, 1)

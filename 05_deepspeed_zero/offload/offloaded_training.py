@@ -4,6 +4,9 @@ Shapes: B samples of a rank, W width of all layers.
 """
 
 import gc
+import importlib.util
+import os
+import shutil
 import statistics
 import time
 from pathlib import Path
@@ -12,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_setup import missing_compiler
 from live_tensors import bytes_by_kind, bytes_by_place, live_storages
 
 WIDTH, LAYERS, STEPS = 1024, 6, 5
@@ -37,8 +39,15 @@ ZERO: dict[str, Any] = {
 
 def missing_libaio(device: torch.device) -> str:
     """Name what is missing to compile DeepSpeed's disk access, or return ''."""
-    if missing := missing_compiler(device):
-        return missing
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler ({compiler})"
+    if shutil.which("ninja") is None and importlib.util.find_spec("ninja") is None:
+        return "no ninja"
+    if device.type == "cuda" and CUDA_HOME is None:
+        return "no nvcc"
     from deepspeed.ops.op_builder import AsyncIOBuilder  # pyright: ignore
 
     if not AsyncIOBuilder().is_compatible(verbose=False):

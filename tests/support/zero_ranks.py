@@ -53,7 +53,7 @@ def run_zero_lesson(folder: str, script: str, /, **options: Any) -> str:
     """
     forget_earlier_group()
     module: Any = load_chapter(folder)[script]
-    output, given = io.StringIO(), argparse.Namespace(fused=False, **options)
+    output, given = io.StringIO(), argparse.Namespace(**options)
     with in_the_pool(module), contextlib.redirect_stdout(output):
         module.main(given)
     return output.getvalue()

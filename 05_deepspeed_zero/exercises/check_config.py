@@ -1,0 +1,1 @@
+../huggingface/check_config.py
