@@ -703,6 +703,46 @@ def test_monitored_barrier_ignores_the_timeout_of_its_group(
     ]
 
 
+def calls_that_differ() -> dict[str, str | float]:
+    """Differ in one thing a call at DETAIL; return each call's error or number."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    rank, found, started = dist.get_rank(), {}, {}
+    for name, (numel, call, options) in {
+        "shape": (1 + rank, dist.all_reduce, {}),
+        "op": (1, dist.all_reduce, {"op": ("sum", "avg")[rank]}),
+        "src": (1, dist.broadcast, {"src": rank}),
+        "dst": (1, dist.reduce, {"dst": rank}),
+    }.items():
+        x = torch.full((numel,), rank + 1.0)
+        # All start before anybody waits, so that two timeouts take the time of one.
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        if "op" in options:
+            options = {"op": getattr(dist.ReduceOp, options["op"].upper())}
+        try:
+            started[name] = call(x, group=group, async_op=True, **options), x
+        except RuntimeError as error:
+            found[name] = f"RuntimeError: {error}"
+    for name, (work, x) in started.items():
+        try:
+            work.wait()
+            found[name] = x.item()
+        except RuntimeError as error:
+            found[name] = f"RuntimeError: {error}"
+    return found
+
+
+def test_detail_compares_shapes_but_no_op_src_or_dst(worker_pool: WorkerPool) -> None:
+    results = worker_pool.run(calls_that_differ)
+    assert len(results) == 2
+    for found in results:
+        assert "Detected mismatch between collectives" in str(found["shape"])
+        assert not any("mismatch" in str(found[name]) for name in ("op", "src", "dst"))
+    # A sum on one rank, a mean on the other; the others wait for what nobody sends.
+    assert [found["op"] for found in results] == [3.0, 1.5]
+    for name in ("src", "dst"):
+        assert any("Timed out waiting 2000ms" in str(found[name]) for found in results)
+
+
 def all_send_first(elements: int) -> str:
     """Let every rank send before it receives; return the error."""
     # After a timeout a group's connections cannot be used again.

@@ -5,6 +5,7 @@ Its picture, the ring with pieces and times are in test_communication_bandwidth.
 
 import inspect
 import re
+import time
 from datetime import timedelta
 
 import pytest
@@ -60,6 +61,45 @@ def wait_for_a_send_that_nobody_receives() -> str:
     except RuntimeError as error:
         return str(error)
     return "sent"
+
+
+def send_to_a_late_receiver(numel: int) -> tuple[float, list[float]]:
+    """Send ones to a rank that receives later, and that waits later still.
+
+    Returns:
+        When the sender's wait returned, or the receive began; and what has arrived.
+    """
+    if dist.get_rank() == 0:
+        x = torch.ones(numel)
+        work = dist.isend(x, 1)
+        dist.barrier()
+        work.wait()  # type: ignore[union-attr]
+        returned = time.monotonic()
+        x.fill_(7)
+        dist.barrier()
+        return returned, []
+    x = torch.zeros(numel)
+    dist.barrier()
+    time.sleep(0.3)  # for a wait that would return at once
+    began = time.monotonic()
+    work = dist.irecv(x, 0)
+    dist.barrier()  # the sender has waited, and nobody here
+    work.wait()  # type: ignore[union-attr]
+    return began, x.unique().tolist()
+
+
+def overwrite_what_is_being_sent(numel: int) -> list[float]:
+    """Send ones, overwrite them before the other side receives; return what arrives."""
+    x = torch.ones(numel)
+    if dist.get_rank() == 0:
+        work = dist.isend(x, 1)
+        x.fill_(7)
+        dist.barrier()
+        work.wait()  # type: ignore[union-attr]
+        return []
+    dist.barrier()
+    dist.recv(x, 0)
+    return x.unique().tolist()
 
 
 # The ring.
@@ -130,6 +170,21 @@ def test_a_send_ends_only_when_it_is_received(worker_pool: WorkerPool) -> None:
     assert any(timed_out in text for text in ranks)
     for text in ranks:
         assert timed_out in text or re.search("closed by peer|reset by peer", text)
+
+
+@pytest.mark.parametrize("numel", [1, 1_000_000])
+def test_wait_on_a_send_returns_once_the_other_side_receives(
+    worker_pool: WorkerPool, numel: int
+) -> None:
+    (returned, _), (began, arrived) = worker_pool.run(send_to_a_late_receiver, numel)
+    assert returned > began
+    # The bytes were taken before: the sender has overwritten its tensor since.
+    assert arrived == [1.0]
+
+
+@pytest.mark.parametrize("numel", [1, 1_000_000])
+def test_isend_copies_nothing(worker_pool: WorkerPool, numel: int) -> None:
+    assert worker_pool.run(overwrite_what_is_being_sent, numel) == [[], [7.0]]
 
 
 def test_ring_is_short_enough_to_read() -> None:
