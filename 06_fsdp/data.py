@@ -3,6 +3,7 @@
 And its way to the ranks: samples, a sampler that can begin at any step, evaluation.
 """
 
+import multiprocessing
 import sys
 import sysconfig
 import time
@@ -191,10 +192,14 @@ class StepLoader:
         # A worker draws its seed from here. From a global generator that all ranks have
         # seeded alike, worker 0 of all ranks would draw the same random numbers.
         generator = torch.Generator().manual_seed(options.seed + self.sampler.rank)
+        # A worker that is forked from a rank can wait for ever for a lock that one of
+        # its threads held (pytorch#130610). A server without threads forks it instead.
+        multiprocessing.set_forkserver_preload(["torch.distributed.nn"])
         self.loader = DataLoader(
             dataset,
             batch_sampler=self.sampler,
             num_workers=options.workers,
+            multiprocessing_context="forkserver" if options.workers else None,
             pin_memory=device.type != "cpu",  # a copy to the GPU need not wait then
             generator=generator,
         )

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -20,9 +21,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
-from launch import Result, run, torchrun
+from launch import ROOT, Result, python, run, torchrun
 from lessons import run_lesson
-from scripts import load_chapter
+from scripts import importable, load_chapter
 from worker_pool import WorkerPool
 
 ROOM = "03_ddp_torchrun/data_loading"
@@ -36,7 +37,7 @@ def script(name: str) -> Any:
 def end_of_lesson(name: str) -> tuple[int, str]:
     """Run a lesson; return its exit status and errors."""
     errors = io.StringIO()
-    with contextlib.redirect_stderr(errors):
+    with contextlib.redirect_stderr(errors), importable(ROOM):
         try:
             run_lesson(ROOM, name)
         except SystemExit as end:
@@ -50,11 +51,12 @@ def end_of_lesson(name: str) -> tuple[int, str]:
 def all_draws() -> dict[str, list[list[float]]]:
     """Return what this rank's samples are augmented by, in two epochs, in each way."""
     seeds = script("worker_seeds")
-    ways = {name: seeds.two_epochs(name) for name in seeds.WAYS}
+    with importable(ROOM):
+        ways = {name: seeds.two_epochs(name) for name in seeds.WAYS}
     return {name: [list(e.values()) for e in epochs] for name, epochs in ways.items()}
 
 
-@pytest.mark.slow  # forking workers in the pool, beside its threads, has hung
+@pytest.mark.slow
 def test_workers_draw_alike_unless_the_rank_is_in_their_seed(
     worker_pool: WorkerPool,
 ) -> None:
@@ -98,12 +100,108 @@ def forget_the_epoch() -> tuple[int, str]:
         return end_of_lesson("worker_seeds")
 
 
-@pytest.mark.slow  # forking workers in the pool, beside its threads, has hung
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [forget_the_rank, forget_the_epoch])
 def test_wrong_seeds_are_found(worker_pool: WorkerPool, broken: Any) -> None:
     results = worker_pool.run(broken)
     assert [status for status, _ in results] == [1, 1]
     assert "check failed on ranks [0, 1]" in results[0][1]
+
+
+# --- workers.py. ----------
+
+# Free wherever this file is imported, and locked in a copy of a process that holds it.
+LOCK = threading.Lock()
+
+
+class Locked(Dataset):
+    """Samples that need a lock, as many of C's and Python's functions do."""
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        """Return who is this process's parent."""
+        with LOCK:
+            return os.getppid()
+
+
+def load_while_a_thread_holds_a_lock(by_fork: bool) -> str:
+    """Start a worker while a thread of this process holds a lock; say what comes."""
+    locked, may_end = threading.Event(), threading.Event()
+
+    def hold_the_lock() -> None:
+        with LOCK:
+            locked.set()
+            may_end.wait()
+
+    thread = threading.Thread(target=hold_the_lock)
+    thread.start()
+    locked.wait()
+    try:
+        if by_fork:
+            # The right one has started the server, and imported, before the limit.
+            told = {"multiprocessing_context": "fork", "timeout": 2}
+            loader = DataLoader(Locked(), num_workers=1, **told)
+        else:
+            loader = script("workers").new_loader(Locked())
+        (parent,) = [int(number) for number in loader]
+        return "this rank's child" if parent == os.getpid() else "another's child"
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        may_end.set()
+        thread.join()
+
+
+def test_a_forked_worker_waits_for_a_lock_that_a_thread_of_its_rank_held(
+    worker_pool: WorkerPool,
+) -> None:
+    (found,) = worker_pool.run(load_while_a_thread_holds_a_lock, True, world_size=1)
+    assert found == "DataLoader timed out after 2 seconds"
+    (found,) = worker_pool.run(load_while_a_thread_holds_a_lock, False, world_size=1)
+    assert found == "another's child"
+
+
+GENERATOR = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+
+class Generating:
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return index
+
+if __name__ == "__main__":
+    for kind in sys.argv[1:]:
+        try:
+            told = {"num_workers": 1, "multiprocessing_context": kind}
+            print(kind, len(list(DataLoader(Generating(), **told))))
+        except RuntimeError as error:
+            print(kind, error)
+"""
+
+
+@pytest.mark.parametrize(
+    "kind", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+)
+def test_a_data_set_with_a_generator_reaches_only_forked_workers(
+    tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "generator.py"
+    path.write_text(GENERATOR)
+    result = python(path, "fork", kind)
+    exited = r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"
+    assert re.fullmatch(f"fork 1\n{kind} {exited}", result.stdout.strip())
+    words = "unable to resize file <filename not specified> to the right size"
+    assert result.stderr.count(words) == 1
 
 
 # --- iterable.py. ----------
@@ -132,10 +230,14 @@ def test_iterable_is_seen_once_if_sharded_by_rank_and_worker(world_size: int) ->
 def shards_of(workers: int) -> list[int]:
     """Return what this rank sees of a stream that is sharded by rank and worker."""
     stream = script("iterable").Stream(by_rank=True, by_worker=True)
-    return [int(n) for n in DataLoader(stream, batch_size=None, num_workers=workers)]
+    told = {"num_workers": workers, "batch_size": None}
+    if workers:
+        told["multiprocessing_context"] = "forkserver"
+    with importable(ROOM):
+        return [int(n) for n in DataLoader(stream, **told)]
 
 
-@pytest.mark.slow  # forking workers in the pool, beside its threads, has hung
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_shards_cover_the_stream_with_any_number_of_workers(
     worker_pool: WorkerPool, workers: int
@@ -145,16 +247,17 @@ def test_shards_cover_the_stream_with_any_number_of_workers(
     assert times == dict.fromkeys(range(11), 1)
 
 
-def forget_the_worker() -> tuple[int, str]:
-    """Shard by rank alone."""
-    with mock.patch("torch.utils.data.get_worker_info", lambda: None):
-        return end_of_lesson("iterable")
-
-
-@pytest.mark.slow  # forking workers in the pool, beside its threads, has hung
-def test_forgotten_worker_is_found(worker_pool: WorkerPool) -> None:
-    results = worker_pool.run(forget_the_worker)
-    assert [status for status, _ in results] == [1, 1]
+@pytest.mark.slow
+def test_forgotten_worker_is_found(tmp_path: Path) -> None:
+    room = tmp_path / "room"
+    shutil.copytree(ROOT / ROOM, room)
+    path = room / "iterable.py"
+    right = path.read_text()
+    path.write_text(right.replace("torch.utils.data.get_worker_info()", "None"))
+    assert path.read_text() != right
+    result = torchrun(path, nproc=2)
+    assert result.returncode == 1
+    assert "check failed on ranks [0, 1]" in result.stderr
 
 
 # --- copy_on_write.py. ----------

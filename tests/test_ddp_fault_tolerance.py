@@ -31,7 +31,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from launch import ROOT, clean_environment, run
 from lessons import run_lesson
-from scripts import load_chapter
+from scripts import importable, load_chapter
 from worker_pool import WorkerPool
 
 PLACE = "03_ddp_torchrun/fault_tolerance"
@@ -106,6 +106,7 @@ def train(
 
     with (
         on_a_rank(words, lambda: torch.device("cpu")) as options,
+        importable(PLACE),  # for workers that load data
         mock.patch.object(TRAIN, "add_gradients", count_and_add),
         contextlib.redirect_stdout(output),
         contextlib.suppress(Stop),

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from launch import ROOT, clean_environment, python, torchrun
 from lessons import in_the_pool
+from scripts import importable
 from tiny_gpt import CHAPTER, T, make_batches, module, tiny_model, write_text
 from worker_pool import RankError, WorkerPool
 
@@ -93,6 +94,7 @@ def run_train(*words: str) -> Run:
 
     with (
         in_the_pool(train.ranks, *words),
+        importable(CHAPTER),  # for workers that load data
         mock.patch.object(train.data.Tally, "add", note_samples),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(errors),

@@ -1,5 +1,6 @@
 """The GPT and its text, model.py and data.py, which chapters from 03 on share."""
 
+import os
 from argparse import Namespace
 from itertools import chain
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, get_worker_info
 
+from scripts import importable
 from tiny_gpt import T, make_batches, module, tiny_model, write_text
 from worker_pool import WorkerPool
 
@@ -81,6 +83,10 @@ def test_shortest_text_that_the_message_names_is_long_enough(tmp_path: Path) -> 
 class WorkerSeeds(Dataset):
     """Its labels are the seed of the process that loads them."""
 
+    def __init__(self) -> None:
+        """Note the process that is a rank."""
+        self.rank = os.getpid()
+
     def __len__(self) -> int:
         """Count the samples."""
         return 16
@@ -89,6 +95,7 @@ class WorkerSeeds(Dataset):
         """Return the index, which worker this is, and the worker's seed."""
         info = get_worker_info()
         assert info is not None
+        assert os.getppid() != self.rank  # forked from a rank, a worker may hang
         return index, info.id, info.seed
 
 
@@ -111,7 +118,8 @@ def load_in_workers() -> tuple[set[tuple[int, int]], list[list[Any]]]:
         dataset = data.WindowDataset(text, T, 48)
         loader = data.StepLoader(dataset, 8, options, cpu)
         # From the middle of the second epoch, as a run that resumes.
-        epochs.append([*loader.steps(0, 0, 6), *loader.steps(1, 4, 6)])
+        with importable("03_ddp_torchrun"):
+            epochs.append([*loader.steps(0, 0, 6), *loader.steps(1, 4, 6)])
     return seeds, epochs
 
 

@@ -15,8 +15,9 @@ import torch.utils.data
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ranks import check, gather, join, leave, say
+from workers import WORKERS, new_loader
 
-SAMPLES, WORKERS = 11, 2
+SAMPLES = 11
 
 
 class Stream(IterableDataset):
@@ -24,7 +25,7 @@ class Stream(IterableDataset):
 
     def __init__(self, by_rank: bool, by_worker: bool) -> None:
         """Say what to shard by."""
-        # A worker that was spawned, not forked, is in no group: it could not ask.
+        # A worker is in no process group, unless it is a fork of its rank.
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.by_rank, self.by_worker = by_rank, by_worker
 
@@ -64,7 +65,7 @@ def main() -> None:
     is_right = []
     say(f"{SAMPLES} samples, {WORKERS} workers  on each rank  each is seen")
     for name, (dataset, told, expected) in ways.items():
-        loader = DataLoader(dataset, batch_size=2, num_workers=WORKERS, **told)
+        loader = new_loader(dataset, batch_size=2, **told)
         lengths, times = seen(loader)
         shown = " or ".join(map(str, sorted(set(times))))
         say(f"{name:24}{lengths!s:>13}{shown:>9} times")

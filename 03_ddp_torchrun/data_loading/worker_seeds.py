@@ -6,15 +6,18 @@ Expect: the processes; then what each worker draws first in two epochs, by five 
 """
 
 import multiprocessing
+import random
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler
 
 from ranks import check, gather, join, leave, say
+from workers import WORKERS, new_loader
 
-WORKERS, SAMPLES, SEED = 2, 8, 1
+SAMPLES, SEED = 8, 1
 
 
 class Augmented(Dataset):
@@ -23,11 +26,13 @@ class Augmented(Dataset):
     def __init__(self, draws: str) -> None:
         """Draw from the global generator, from one kept here, or by epoch and index."""
         self.draws, self.epoch = draws, 0
-        self.kept = torch.Generator().manual_seed(SEED)  # each worker gets a copy
+        self.kept = random.Random(SEED)  # each worker gets a copy
 
     def __getitem__(self, index: int) -> tuple[int, float]:
         """Return a sample's index, and its random number."""
-        generator = self.kept if self.draws == "kept" else None
+        generator = None
+        if self.draws == "kept":
+            return index, self.kept.random()
         if self.draws == "by sample":
             key = SEED * 1_000_000 + self.epoch * SAMPLES + index
             generator = torch.Generator().manual_seed(key)
@@ -43,16 +48,18 @@ def own_generator() -> torch.Generator:
     return torch.Generator().manual_seed(SEED + dist.get_rank())
 
 
-def seed_by_sum(worker: int) -> None:
+def by_sum(rank: int, worker: int) -> None:
     """Seed worker 1 of rank 0 like worker 0 of rank 1, and alike in each epoch."""
-    torch.manual_seed(SEED + dist.get_rank() + worker)
+    torch.manual_seed(SEED + rank + worker)
 
 
-# Where a data set draws from, what its loader is told, and how many distinct ones
-# are among the 8 numbers that the 4 workers of 2 ranks draw first in 2 epochs.
+# A worker is in no process group, so it has to be told its rank.
+BY_SUM: dict[str, Any] = {"worker_init_fn": lambda: partial(by_sum, dist.get_rank())}
+# Where a data set draws from, what makes its loader's settings, and how many distinct
+# ones are among the 8 numbers that 4 workers of 2 ranks draw first in 2 epochs.
 WAYS: dict[str, tuple[str, dict[str, Any], int]] = {
     "manual_seed on all ranks": ("global", {}, 4),
-    "init_fn: rank + worker": ("global", {"worker_init_fn": seed_by_sum}, 3),
+    "init_fn: rank + worker": ("global", BY_SUM, 3),
     "kept in the data set": ("kept", {}, 1),
     "a generator by rank": ("global", {"generator": own_generator}, 8),
     "by epoch and index": ("by sample", {}, 8),
@@ -65,11 +72,8 @@ def two_epochs(name: str) -> list[dict[int, float]]:
     torch.manual_seed(SEED)  # as scripts do to get the same weights on all ranks
     dataset = Augmented(draws)
     sampler = DistributedSampler(dataset, shuffle=False)
-    if "generator" in told:
-        told = {"generator": told["generator"]()}
-    # Forked workers know their rank; those that are spawned would be in no group.
-    told = told | {"num_workers": WORKERS, "multiprocessing_context": "fork"}
-    loader = DataLoader(dataset, sampler=sampler, **told)
+    settings = {setting: make() for setting, make in told.items()}
+    loader = new_loader(dataset, sampler=sampler, **settings)
     epochs = []
     for dataset.epoch in range(2):
         epochs.append({int(index): number.item() for index, number in loader})
@@ -80,7 +84,7 @@ def main() -> None:
     """Count the processes; then draw in each way, and compare with one process."""
     join(only_cpu=True)
     world_size, is_right = dist.get_world_size(), []
-    waiting = iter(DataLoader(Augmented("global"), num_workers=WORKERS))
+    waiting = iter(new_loader(Augmented("global")))
     workers = sum(gather(len(multiprocessing.active_children())))
     say(f"{world_size} ranks + {workers} workers = {world_size + workers} processes")
     del waiting
@@ -97,9 +101,8 @@ def main() -> None:
             dataset = Augmented(draws)  # as in one process, without workers
             for dataset.epoch, numbers in enumerate(epochs):
                 is_right += [dataset[i][1] == numbers[i] for i in numbers]
-    check(
-        all(is_right), f"{SAMPLES} samples in 2 epochs are augmented as in one process"
-    )
+    claim = f"{SAMPLES} samples in 2 epochs are augmented as in one process"
+    check(all(is_right), claim)
     leave()
 
 

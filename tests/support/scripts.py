@@ -1,7 +1,9 @@
 """Import a chapter's script although its folder's name begins with a digit."""
 
+import contextlib
 import importlib
 import sys
+from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
 
@@ -30,5 +32,22 @@ def load_chapter(folder: str) -> dict[str, ModuleType]:
     finally:
         sys.path.remove(str(ROOT / folder))
         for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update(hidden)
+
+
+@contextlib.contextmanager
+def importable(folder: str) -> Iterator[None]:
+    """Let processes that this one starts import a chapter's modules by their names."""
+    modules = load_chapter(folder)
+    hidden = {name: sys.modules[name] for name in modules if name in sys.modules}
+    # What else is imported meanwhile stays: half of torch is imported when needed.
+    sys.modules.update(modules)
+    sys.path.insert(0, str(ROOT / folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(ROOT / folder))
+        for name in modules:
             sys.modules.pop(name, None)
         sys.modules.update(hidden)
