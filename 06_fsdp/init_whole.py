@@ -6,7 +6,7 @@ Seed all ranks alike, then: `with DrawWhole(): module.reset_parameters()`.
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
 
@@ -27,10 +27,9 @@ class DrawWhole(TorchFunctionMode):
             return func(*args, **kwargs)
         whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
         func(**kwargs | {"tensor": whole})
-        mesh = target.device_mesh
-        parts = whole.chunk(mesh.size())  # as Shard(0) cuts it
+        place = target.device_mesh, target.placements
         with torch.no_grad():
-            # This rank's part: a list of one, or of none if there are too few.
-            for part in parts[mesh.get_local_rank() :][:1]:
-                target.to_local().copy_(part)
+            # None: nothing is sent, since every rank has drawn the same.
+            shard = distribute_tensor(whole, *place, src_data_rank=None)
+            target.to_local().copy_(shard.to_local())
         return target

@@ -11,10 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from launch import ROOT, clean_environment, torchrun
 from lessons import in_the_pool, run_lesson
@@ -339,6 +345,35 @@ def test_ranks_draw_the_same_shards_until_a_tensor_is_uneven(
     uneven, other = worker_pool.run(drawn_shards, 4, 3, 6)
     assert uneven[0] == other[0] and len(other[1]) == 2
     assert uneven[1][:2] == other[1] and uneven[2] != other[2]
+
+
+def drawn_whole(axes: tuple[str, ...]) -> list[bool]:
+    """Draw two layers in shards of a mesh; tell which are those of one process."""
+    sizes = (4,) if len(axes) == 1 else (2, 2)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
+    torch.manual_seed(0)
+    # Sizes that no number of ranks divides.
+    alone = nn.Sequential(nn.Linear(7, 10), nn.Linear(10, 5))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(7, 10), nn.Linear(10, 5))
+    if "tp" in axes:
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"] if "tp" in axes else mesh)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with load_chapter(CHAPTER)["init_whole"].DrawWhole():
+        for layer in model:
+            layer.reset_parameters()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return [torch.equal(ours.full_tensor(), one) for ours, one in pairs]
+
+
+@pytest.mark.parametrize("axes", [("dp",), ("replicate", "shard"), ("dp", "tp")])
+def test_parameters_drawn_whole_are_one_process_s_on_any_mesh(
+    worker_pool: WorkerPool, axes: tuple[str, ...]
+) -> None:
+    assert worker_pool.run(drawn_whole, axes, world_size=4) == [[True] * 4] * 4
 
 
 def number_in(text: str) -> int:
