@@ -13,7 +13,7 @@ from same_as_one_process import same_as_one_process
 
 
 def build():
-    """Make the model: from x, (B, 1), to what shall become its sine."""
+    """Make the model: from x, (B, 1), to what is to become its sine."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 1))
 
@@ -32,7 +32,8 @@ def sum_over_ranks(model):
 
 def main() -> None:
     """Ask twice, with three global batches."""
-    with join(at_least=2):  # this rank's device, on which all of this is made
+    device = join(at_least=2)
+    with device:  # tensors are made there
         batches = [(x, x.sin()) for x in torch.linspace(-3, 3, 72).view(3, 24, 1)]
         ways = nn.parallel.DistributedDataParallel, sum_over_ranks
         ddp, by_hand = (same_as_one_process(build, loss_of, w, batches) for w in ways)

@@ -52,7 +52,7 @@ def train_and_save(engine: Any, tokens: torch.Tensor, folder: Path | None) -> No
 def save(engine: Any, folder: Path) -> None:
     """Write a checkpoint beside the older ones; then let the file `latest` name it."""
     tag = f"step_{engine.global_steps}"
-    # Left alone, DeepSpeed names it once rank 0 is done, even if others are not.
+    # By default rank 0 writes `latest` when it is done, even if others are not.
     engine.save_checkpoint(folder, tag, save_latest=False)  # ends with a barrier
     if dist.get_rank() == 0:
         (folder / "latest.new").write_text(tag)

@@ -50,7 +50,7 @@ def main() -> None:
         shown = {name: members(rank, sizes, *name.split(" x ")) for name in groups}
         lines = [f"rank {rank} of {world_size:,}: {places}"]
         print("\n".join(lines + report(rank, shown, given.expert)), flush=True)
-    claim = "an axis's groups hold every rank once; two axes' groups share one at most"
+    claim = "an axis's groups hold each rank once; those of two share at most one rank"
     if is_real:
         check(is_right, claim)
     elif not is_right:

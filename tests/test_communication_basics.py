@@ -91,6 +91,25 @@ def gradients_through_all_gather() -> tuple[list[Any], list[float], list[str]]:
     return [one.grad_fn for one in received], weight.grad.tolist(), names
 
 
+def gradients_through_transposed_all_gather() -> list[list[list[float]]]:
+    """Return this rank's gradients of a sum, weighted before or after transposing."""
+    from torch.distributed.nn.functional import all_gather
+
+    weight, found = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), []
+    for weighted in (
+        lambda x: x * weight.t().contiguous(),
+        lambda x: x.t() * weight,
+    ):
+        mine = torch.zeros(2, 3, requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is deprecated
+            everyones = all_gather(mine)
+        torch.stack([weighted(one).sum() for one in everyones]).sum().backward()
+        assert mine.grad is not None
+        found.append(mine.grad.tolist())
+    return found
+
+
 def gradients_through_gather() -> tuple[list[Any], list[float], list[float]]:
     """Gather on rank 0 by both functions.
 
@@ -406,6 +425,17 @@ def test_all_gather_carries_no_gradient(
     by_rank = worker_pool.run(gradients_through_all_gather, world_size=world_size)
     gradient = [3.0 * world_size] * 2
     assert by_rank == [([None] * world_size, gradient, ["FutureWarning"])] * world_size
+
+
+def test_gradients_through_all_gather_may_be_wrong_if_transposed(
+    worker_pool: WorkerPool,
+) -> None:
+    by_rank = worker_pool.run(gradients_through_transposed_all_gather)
+    # Each of two ranks reads all; weight[j][i] is due at place i, j.
+    due = [[2.0, 6.0, 10.0], [4.0, 8.0, 12.0]]
+    # The transposed gradient is sent as it lies in memory, without an error.
+    garbage = [[2.0, 10.0, 8.0], [6.0, 4.0, 12.0]]
+    assert by_rank == [[due, garbage]] * 2
 
 
 def test_gather_carries_no_gradient(worker_pool: WorkerPool) -> None:

@@ -286,6 +286,8 @@ def test_gloo_reduce_scatter_sends_as_much_as_an_all_reduce(
 ) -> None:
     times: dict[str, float] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 2}
     times["reduce"] = 1 + 1 / world_size
+    by_gloo = load_chapter(ROOM)["traffic"].times_sent_by_gloo
+    assert {name: by_gloo(name, world_size) for name in times} == times
     results = worker_pool.run(count_collectives, world_size=world_size)
     assert len(results) == world_size
     for found in results:

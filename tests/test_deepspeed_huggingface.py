@@ -182,6 +182,11 @@ def test_mask_of_ones_changes_nothing_and_no_mask_hides_labels() -> None:
     plain = model(input_ids=tokens, labels=tokens)
     masked = model(input_ids=tokens, attention_mask=ones, labels=tokens)
     assert torch.equal(plain.logits, masked.logits) and plain.loss == masked.loss
+    # Positions that begin anew tell of two samples in one row, if there is no mask.
+    packed: dict[str, Any] = {"position_ids": torch.arange(4).repeat(2)[None]}
+    packed |= {"input_ids": tokens[:1], "use_cache": False}
+    apart = model(**packed).logits - model(**packed, attention_mask=ones[:1]).logits
+    assert apart[0, :4].abs().max() < 1e-5 < 1e-3 < apart[0, 4:].abs().max()
     # What is padded on the right no earlier token sees, mask or not.
     right = model(input_ids=tokens, attention_mask=padded, labels=tokens)
     assert torch.equal(plain.logits[1, :5], right.logits[1, :5])

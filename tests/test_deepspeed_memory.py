@@ -599,6 +599,29 @@ def test_calculator_agrees_with_what_is_measured(counted: Any, way: str) -> None
     assert checked == (3 if way == ACCUMULATE else 4)
 
 
+@pytest.mark.parametrize(("precision", "wide"), [("fp32", 4), ("bf16", 2)])
+def test_estimate_of_activations_is_that_of_its_tensors(
+    precision: str, wide: int
+) -> None:
+    # Of transformers' Qwen2, in multiples of the width, of the MLP's and of the
+    # vocabulary; the test below compares the sum with what autograd keeps.
+    width, inner, vocabulary, layers, tokens = 8, 24, 50, 3, 7
+    norm = [(width, 4), (width, wide), (width, wide)]  # input in fp32, normed, result
+    attention = [(width, wide)] * 3 + [(width, wide)] * 2  # q, k, v; twice the output
+    mlp = [(inner, wide)] * 4  # gate, its silu, up, their product
+    kept = layers * [*norm, *norm, *attention, *mlp]
+    kept += [(vocabulary, wide), (vocabulary, 4)]  # logits, and their logarithms
+    config = SimpleNamespace(
+        hidden_size=width,
+        intermediate_size=inner,
+        vocab_size=vocabulary,
+        num_hidden_layers=layers,
+    )
+    job = module("peak").Job([1], config, precision, tokens=tokens)
+    expected = tokens * sum(values * each for values, each in kept)
+    assert module("peak").activation_bytes(job) == expected
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_estimate_of_activations_is_near_what_autograd_keeps(precision: str) -> None:
     fit, sized = module("will_it_fit"), module("sized_qwen")

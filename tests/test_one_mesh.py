@@ -105,7 +105,7 @@ expert, 8 ranks: 37 45 ... 813
     other experts, else the same weights; send tokens there and back
 copies of the experts, 2 ranks: 37 1061
     same experts; reduce their gradients
-check: an axis's groups hold every rank once; two axes' groups share one at most
+check: an axis's groups hold each rank once; those of two share at most one rank
 """
 
 
@@ -126,7 +126,7 @@ def test_one_process_notices_groups_that_are_not_pytorchs() -> None:
     )
     result = python("-c", code, cwd=ROOT / CHAPTER)
     assert result.returncode == 2
-    claim = "an axis's groups hold every rank once; two axes' groups share one at most"
+    claim = "an axis's groups hold each rank once; those of two share at most one rank"
     assert f"not so: {claim}" in result.stderr
 
 
@@ -145,7 +145,7 @@ def test_ranks_all_gather_their_groups(
     n = torch.Size(lengths).numel()
     ends = worker_pool.run(ending, "mesh", [*words, f"--rank={rank}"], [], world_size=n)
     assert [status for status, _, _ in ends] == [0] * n
-    assert ends[0][1].endswith("two axes' groups share one at most\n")
+    assert ends[0][1].endswith("those of two share at most one rank\n")
     told = ends[rank][1].splitlines()
     assert told[0].startswith(f"rank {rank} of {n}: data ") and group in told
 
@@ -188,7 +188,7 @@ def run_in_other_order() -> tuple[Any, str, str]:
 def test_mesh_of_another_order_is_noticed(worker_pool: WorkerPool) -> None:
     ends = worker_pool.run(run_in_other_order, world_size=4)
     assert [status for status, _, _ in ends] == [1] * 4
-    claim = "an axis's groups hold every rank once; two axes' groups share one at most"
+    claim = "an axis's groups hold each rank once; those of two share at most one rank"
     assert f"check failed on ranks [0, 1, 2, 3], not so: {claim}" in ends[0][2]
 
 

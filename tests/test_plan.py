@@ -222,6 +222,23 @@ def test_kept_activations_of_a_gpt_are_korthikantis() -> None:
     by_tensor = memory.kept_by_block(job, "none", 8) / 12288
     assert by_tensor == 10 + 24 / 8 + 5 * 96 * 2048 / (12288 * 8)
     assert memory.kept_by_block(job, "selective", 8) / 12288 == 10 + 24 / 8
+    # Section 5: a block's input, 2 s b h; without sequence parallelism on each rank.
+    assert memory.kept_by_block(job, "full", 8) / 12288 == 2
+
+
+def test_temporaries_are_gathered_weights_and_the_loss_or_a_block_s_gradients() -> None:
+    job, layout = a_job("llama3-8b", 8), jobs.Layout(8, sharding="fsdp")
+    m, d, vocabulary = job.model, 4096, 128_256
+    # In bf16: a block and the next one, the embedding and the head.
+    gathered = 2 * (2 * m.block() + m.embedding() + m.head())
+    # A block's gradients, in bf16 as computed and in fp32 as reduced; or three copies
+    # of the logits in fp32, and what the head has read.
+    for tokens, more in (
+        (128, (2 + 4) * m.block()),
+        (8192, 8192 * (3 * 4 * vocabulary + 2 * d)),
+    ):
+        kinds = memory.peak_bytes(job._replace(sequence=tokens), layout)
+        assert kinds["temporaries"] == pytest.approx(gathered + more, rel=1e-9), tokens
 
 
 def test_kept_activations_of_a_llama_are_its_tensors() -> None:

@@ -21,7 +21,7 @@ def train_and_save(
     """Train, save the weights at `path`, return a loss for each epoch.
 
     An epoch takes every sample once, in an order of its own. Its loss is the mean over
-    all ranks' samples. A plain model, without DDP, shall be able to load the file.
+    all ranks' samples. A plain model, without DDP, must be able to load the file.
     """
     sampler = DistributedSampler(dataset, drop_last=True)
     loader = DataLoader(dataset, batch_size=4, sampler=sampler)

@@ -128,7 +128,7 @@ def explain_file(rank: int, path: Path, writes: int, weights: torch.Tensor) -> s
     except Exception:  # what it raises is no public promise
         return "the file holds something else than weights: save a state_dict"
     if any(name.startswith("module.") for name in saved):
-        return "the names in the file begin with `module.`: a plain model has no such"
+        return "the names in the file begin with `module.`: a plain model has none"
     model = plain_model()
     model.load_state_dict(saved)
     if not torch.equal(nn.utils.parameters_to_vector(model.parameters()), weights):

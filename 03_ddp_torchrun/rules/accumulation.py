@@ -22,7 +22,7 @@ SIZES = {"equal": [8, 8, 8, 8], "unequal": [8, 8, 8, 2]}
 
 
 def no_sync_too_late(ddp_model: DDP, batches: Batches) -> None:
-    """Wrong: DDP has decided in the forward pass that it will all-reduce."""
+    """Wasteful: DDP has decided in the forward pass that it will all-reduce."""
     for i, (inputs, labels) in enumerate(batches, start=1):
         loss = F.mse_loss(ddp_model(inputs), labels) / len(batches)
         with nullcontext() if i == len(batches) else ddp_model.no_sync():

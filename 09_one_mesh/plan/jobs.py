@@ -122,7 +122,11 @@ def read_arguments() -> argparse.Namespace:
     """Read the options; refuse in one line what is none, or is out of its range."""
     parser = argparse.ArgumentParser(description="Plan a training run.")
     parser.error = lambda message: sys.exit(f"plan.py: {message}")  # type: ignore
-    parser.add_argument("--model", default="llama2-13b", help="a name, or six sizes")
+    parser.add_argument(
+        "--model",
+        default="llama2-13b",
+        help="a name, or layers,width,heads,kv_heads,inner,vocabulary",
+    )
     text = "the next six options at once (a100-40)"
     parser.add_argument("--cluster", default="a100-40", choices=CLUSTERS, help=text)
     for name in sorted(NUMBERS, key=DEFAULTS.__contains__):
