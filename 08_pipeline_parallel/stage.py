@@ -82,7 +82,7 @@ class Stage:
         if not self.is_last:
             gradient = torch.empty_like(y)
             dist.recv(gradient, self.index + 1, group=self.gradients)
-            # No wait: the gradient shows that the activations have arrived.
+            # Returns at once: the gradient shows that the activations arrived.
             self.sending.pop(f"F{i}")[0].wait()
         self.compute_backward(i, y, gradient)
         if x.grad is not None:  # tokens have none
