@@ -96,8 +96,8 @@ def fits_or_raise(
     per_parameter = needed / parameters
     raise ValueError(
         f"--model {name} has {parameters:,} parameters: stage {stage} on {world_size} "
-        f"rank(s) takes {needed / 1e9:.3g} GB on each before activations, and "
-        f"{available / 1e9:.3g} GB are free for each; a model of "
+        f"rank(s) takes {needed / 1e9:.3g} GB on each for weights, gradients and "
+        f"optimizer state, and {available / 1e9:.3g} GB are free for each; a model of "
         f"{available / per_parameter:,.0f} parameters would fit, or use a higher stage "
         "or more machines"
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed import HashStore
+from torch.distributed import HashStore, barrier
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.elastic.multiprocessing.api import PContext
@@ -275,3 +275,12 @@ def test_known_keys_are_what_deepspeed_reads_or_refuses(
     assert removed <= known and "amp" in removed
     assert len(said) == len(removed) == 11
     assert [text for text in said if "removed" not in text] == []
+
+
+def test_barrier_that_guesses_its_device_warns_in_these_words() -> None:
+    # On a CPU it never guesses, so this reads the source.
+    text = inspect.getsource(barrier)
+    page = (ROOT / "WHEN_IT_GOES_WRONG.md").read_text("utf-8")
+    for words in ("barrier(): using the device under current context", "`device_id`"):
+        assert words in text
+    assert "`barrier(): using the device under current context`" in page

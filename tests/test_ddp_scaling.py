@@ -322,6 +322,22 @@ def test_a_link_takes_its_bytes_over_its_rate() -> None:
     assert seconds(1448, "") == 0
 
 
+def test_a_slower_link_is_not_predicted_to_scale_further() -> None:
+    # A line through the large messages has a latency below zero, whose clamped zero
+    # once made 1024 ranks on the slowest link the fastest.
+    by_link = json.loads((ROOT / "assets/03_scaling.json").read_text())
+    assert list(by_link) == ["100 Mbit/s", "300 Mbit/s", "one machine"]
+    predicted = [
+        PREDICT.predict(cases, range(len(cases[0]["measured"])))
+        for cases in by_link.values()
+    ]
+    for ranks in PREDICT.FAR:
+        found = [one["efficiency, one bucket", ranks] for one in predicted]
+        assert 0 < found[0] < found[1] < found[2] < 1
+    assert [one["latency of the line", 2] < 0 for one in predicted[:2]] == [True, True]
+    assert min(one["latency", 2] for one in predicted) > 0.5e-3
+
+
 def test_a_burst_hides_5_ms_of_a_slow_link() -> None:
     # `man 8 tc-tbf`: so many bytes may pass at once; tc's kb are 1024 bytes.
     network = load_chapter("03_ddp_torchrun/cluster")["network"]

@@ -85,6 +85,50 @@ def test_deepspeed_sends_3_where_the_paper_sends_2(
     assert said[0].endswith(agree)
 
 
+def order_in_backward(stage: int) -> list[str]:
+    """List this rank's gradients and reductions in the order of one backward pass."""
+    forget_earlier_group()
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 400 * 400},
+    }
+    load_chapter(CHAPTER)["deepspeed_setup"].prepare(config)
+    layers = [torch.nn.Linear(400, 400, bias=False) for _ in range(4)]
+    model = torch.nn.Sequential(*layers)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    said: list[str] = []
+    for p in engine.module.parameters():
+        p.register_hook(lambda _: said.append("gradient"))
+    plain = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if tensor.numel() >= 400 * 400:
+            said.append("all-reduce")
+        return plain(tensor, *args, **options)
+
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        engine.backward(engine(torch.randn(1, 400)).square().mean())
+    engine.step()
+    engine.destroy()
+    return said
+
+
+def test_stage_0_reduces_after_backward_and_stage_2_during_it(
+    zero_pools: Pools,
+) -> None:
+    # DDP reduces during it, as chapter 02's timeline tests.
+    by_rank = zero_pools(2).run(order_in_backward, 0, world_size=2)
+    assert len(by_rank) == 2
+    for said in by_rank:
+        assert said == ["gradient"] * 4 + ["all-reduce"]
+    for said in zero_pools(2).run(order_in_backward, 2, world_size=2):
+        assert said[-1] == "all-reduce" and said.count("gradient") == 4
+        assert said.index("all-reduce") < len(said) - 1 - said[::-1].index("gradient")
+
+
 REUSE = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 
 

@@ -187,6 +187,23 @@ def test_ranks_wait_five_minutes_for_each_other() -> None:
     assert [limit.total_seconds() for limit in asked.values()] == [300, 300]
 
 
+def test_join_starts_no_group_with_a_node_on_another_device() -> None:
+    def rendezvous(*_: Any, **__: Any) -> Any:
+        store = dist.HashStore()
+        store.set("device 1", "cuda on another node (8 cuda)")
+        yield store, 0, 2
+
+    with (
+        mock.patch.object(RANKS, "tie_to_launcher"),
+        mock.patch.object(dist, "rendezvous", rendezvous),
+        mock.patch.object(dist, "init_process_group") as start,
+    ):
+        said = refusal(call=lambda: RANKS.join(only_cpu=True), **TWO)
+    assert said.startswith("all nodes need the same kind of device, not cpu on ")
+    assert said.endswith(" but cuda on another node (8 cuda)")
+    start.assert_not_called()
+
+
 def test_lesson_without_options_refuses_all() -> None:
     with mock.patch.object(RANKS, "has_options", False):
         assert refusal("--x", call=RANKS.join, **TWO) == "unrecognized arguments: --x"
