@@ -26,6 +26,7 @@ ROOM = "01_communication/exercises"
 MODULES = load_chapter(ROOM)
 CHECK = MODULES["check_reduce_scatter"]
 Send = Callable[[torch.Tensor, int], dist.Work]
+NO_RING = "the sum is right, but not by the ring: it"
 
 
 def with_start(
@@ -54,6 +55,56 @@ def stops_too_early(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
 
 def goes_on_too_long(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
     return with_start(tensor, isend, -1, dist.get_world_size())
+
+
+def returns_its_own_number(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
+    """Start as the ring does, and return another chunk than the one that is whole."""
+    starts_as_the_ring_does(tensor, isend)
+    return tensor[dist.get_rank()]
+
+
+def copies_what_arrives(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for hop in range(1, world_size):
+        sending = isend(tensor[(rank - hop) % world_size], (rank + 1) % world_size)
+        dist.recv(tensor[(rank - hop - 1) % world_size], (rank - 1) % world_size)
+        sending.wait()
+    return tensor[rank]
+
+
+def sends_straight_to_the_owner(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
+    """Send n-1 chunks, each to the rank that is to have its sum: there is no ring."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    others = [(rank + i) % world_size for i in range(1, world_size)]
+    sends = [isend(tensor[other], other) for other in others]
+    total, received = tensor[rank].clone(), torch.empty_like(tensor[0])
+    for other in reversed(others):
+        dist.recv(received, other)
+        total += received
+    for send in sends:
+        send.wait()
+    return total
+
+
+def goes_round_to_the_left(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    received = torch.empty_like(tensor[0])
+    for hop in range(1, world_size):
+        sending = isend(tensor[(rank + hop) % world_size], (rank - 1) % world_size)
+        dist.recv(received, (rank + 1) % world_size)
+        tensor[(rank + hop + 1) % world_size] += received
+        sending.wait()
+    return tensor[rank]
+
+
+def calls_the_collective(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
+    received = torch.empty_like(tensor[0])
+    dist.reduce_scatter(received, list(tensor.unbind()))
+    return received
+
+
+def does_nothing(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
+    return tensor[dist.get_rank()]
 
 
 def sends_everything(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
@@ -118,14 +169,68 @@ def test_answer_passes(worker_pool: WorkerPool, world_size: int) -> None:
         (
             stops_too_early,
             [
-                f"the part of rank {rank} is missing: too few steps?"
-                for rank in (1, 2, 0)
+                f"the part of rank {missing} is missing; it sent 4 numbers to rank "
+                f"{missing}: too few steps?"
+                for missing in (1, 2, 0)
+            ],
+        ),
+        (
+            does_nothing,
+            [
+                f"the part of rank {missing} is missing; it sent nothing by isend: "
+                "too few steps?"
+                for missing in ("1, 2", "0, 2", "0, 1")
+            ],
+        ),
+        (
+            returns_its_own_number,
+            [
+                f"the part of rank {missing} is missing; it sent 8 numbers to rank "
+                f"{right}: is what arrives added, and the first chunk the right one?"
+                for missing, right in (("1, 2", 1), ("0, 2", 2), ("0, 1", 0))
+            ],
+        ),
+        (
+            copies_what_arrives,
+            [
+                f"the part of rank {missing} is missing; it sent 8 numbers to rank "
+                f"{right}: is what arrives added, and the first chunk the right one?"
+                for missing, right in (("0, 2", 1), ("0, 1", 2), ("1, 2", 0))
             ],
         ),
         (goes_on_too_long, ["its sum is "] * 3),
+        # The right sum without a ring: each rank is told what it sent, and where.
+        (
+            sends_straight_to_the_owner,
+            [
+                f"{NO_RING} sent 4 numbers to rank {low}, 4 numbers to rank {high}, "
+                f"and should send 2 chunks of 4, to rank {right} only"
+                for low, high, right in ((1, 2, 1), (0, 2, 2), (0, 1, 0))
+            ],
+        ),
         (
             sends_everything,
-            ["the sum is right, but 24 numbers were sent; 2 chunks"] * 3,
+            [
+                f"{NO_RING} sent 12 numbers to rank {low}, 12 numbers to rank {high}, "
+                f"and should send 2 chunks of 4, to rank {right} only"
+                for low, high, right in ((1, 2, 1), (0, 2, 2), (0, 1, 0))
+            ],
+        ),
+        (
+            goes_round_to_the_left,
+            [
+                f"{NO_RING} sent 8 numbers to rank {left}, and should send 2 chunks of "
+                f"4, to rank {right} only"
+                for left, right in ((2, 1), (0, 2), (1, 0))
+            ],
+        ),
+        (
+            calls_the_collective,
+            [
+                f"{NO_RING} sent nothing by isend, and should send 2 chunks of 4, to "
+                f"rank {right} only"
+                for right in (1, 2, 0)
+            ],
         ),
         (
             waits_for_no_send,
@@ -189,7 +294,8 @@ def test_script_with_the_answer_in_it_passes(
 ) -> None:
     for module in (ROOT / ROOM).glob("*.py"):
         (tmp_path / module.name).write_bytes(module.read_bytes())
-    script = tmp_path / f"{exercise}.py"
+    # As the page allows: a copy of another name, beside the untouched script.
+    script = tmp_path / f"my_{exercise}.py"
     script.write_text(with_answer(exercise, answer, function))
     result = python(script, *words)
     assert (result.returncode, result.output) == (0, f"check: {claim}\n")

@@ -285,11 +285,11 @@ MENDS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     "reduced_copy": (
         [
             (
-                "dist.all_reduce(x.cont",
-                "x = x.contiguous()\n        dist.all_reduce(x.cont",
+                "dist.all_reduce(x.contiguous())",
+                "y = x.contiguous()\n        dist.all_reduce(y)\n        x.copy_(y)",
             )
         ],
-        [f"strides (3, 1): {SUM} strides (3, 1): {SUM}"] * 2,
+        [f"strides (3, 1): {SUM} strides (1, 2): {SUM}"] * 2,
     ),
     "skipped_call": (
         [

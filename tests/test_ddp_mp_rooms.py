@@ -443,14 +443,12 @@ def test_numbers_behind_the_picture_show_what_it_says() -> None:
         name: [rank["backward"][1] - rank["backward"][0] for rank in step]
         for name, step in measured["steps"].items()
     }
-    alone = [
-        t for name in ("no synchronisation", "naive", "flat") for t in backward[name]
-    ]
+    alone = backward["naive"] + backward["flat"]  # those that are drawn
     overlapped = backward["bucketed"] + backward["DDP"]
-    assert (round(min(alone)), round(max(alone))) == (22, 27)
+    assert (round(min(alone)), round(max(alone))) == (22, 25)
     assert (round(min(overlapped)), round(max(overlapped))) == (29, 40)
     page = (CHAPTER / "timeline" / "README.md").read_text()
-    claim = "backward took 22 to 27 ms without it and 29 to 40 ms with it"
+    claim = "backward takes 22 to 25 ms without it and 29 to 40 ms with it"
     assert claim in " ".join(page.split())
     shown = {
         name: f"{name:18}{ms:11.1f}{measured['ms']['DDP'] / ms:7.2f}"
@@ -664,8 +662,9 @@ def test_repaired_exercise_ends_with_its_check(name: str, tmp_path: Path) -> Non
     shutil.copytree(ROOT / "tests" / "support" / "answers", room / "answers")
     text = (room / name).read_text()
     assert text.count(wrong) == 1
-    (room / name).write_text(text.replace(wrong, right))
-    done = python(room / name, timeout=300)
+    # As the page allows: a copy of another name, beside the untouched script.
+    (room / f"my_{name}").write_text(text.replace(wrong, right))
+    done = python(room / f"my_{name}", timeout=300)
     assert (done.returncode, done.stdout) == (0, said), done.output
 
 

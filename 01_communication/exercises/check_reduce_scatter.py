@@ -5,6 +5,7 @@ result says how often one rank's part is in it.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -27,12 +28,11 @@ def check_reduce_scatter(answer: ReduceScatter) -> None:
 
 def try_reduce_scatter(answer: ReduceScatter) -> str:
     """Call the answer once; say in words what is wrong on this rank, or nothing."""
-    sent, handles = 0, []
+    sent, handles = Counter(), []
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     def isend(tensor: torch.Tensor, to: int) -> dist.Work:
-        nonlocal sent
-        sent += tensor.numel()
+        sent[to] += tensor.numel()
         handles.append(dist.isend(tensor, to))
         return handles[-1]
 
@@ -53,12 +53,12 @@ def try_reduce_scatter(answer: ReduceScatter) -> str:
     return found
 
 
-def wrong_chunk(result: object, sent: int, rank: int, world_size: int) -> str:
+def wrong_chunk(result: object, sent: Counter, rank: int, world_size: int) -> str:
     """Say in words what is wrong with a rank's result, or nothing.
 
     Args:
         result: what `reduce_scatter` returned on `rank`.
-        sent: numbers that this rank has sent.
+        sent: how many numbers this rank has sent to each other rank.
         rank: whose result it is.
         world_size: ranks, and so chunks.
     """
@@ -69,6 +69,9 @@ def wrong_chunk(result: object, sent: int, rank: int, world_size: int) -> str:
     values = set(result.flatten().tolist())
     if len(values) > 1:
         return "its numbers do not belong to one chunk; wait for what you receive"
+    right, needed = (rank + 1) % world_size, (world_size - 1) * COLUMNS
+    to_each = [f"{count} numbers to rank {to}" for to, count in sorted(sent.items())]
+    seen = ", ".join(to_each) or "nothing by isend"
     everyone = sum(10**other for other in range(world_size))
     [value] = values
     for chunk in range(world_size):
@@ -79,13 +82,16 @@ def wrong_chunk(result: object, sent: int, rank: int, world_size: int) -> str:
             )
     if value != (rank + 1) * everyone:
         digits = [int(value) // 10**other % 10 for other in range(world_size)]
-        missing = [str(other) for other, digit in enumerate(digits) if digit == 0]
+        missing = ", ".join(str(r) for r, digit in enumerate(digits) if digit == 0)
         if missing:
-            return f"the part of rank {', '.join(missing)} is missing: too few steps?"
+            hint = "is what arrives added, and the first chunk the right one?"
+            if sent.total() < needed:
+                hint = "too few steps?"
+            return f"the part of rank {missing} is missing; it sent {seen}: {hint}"
         return f"its sum is {value:g}: some part is in it more than once"
-    if sent != (world_size - 1) * COLUMNS:
+    if sent != {right: needed}:
         return (
-            f"the sum is right, but {sent} numbers were sent; "
-            f"{world_size - 1} chunks of {COLUMNS} are enough"
+            f"the sum is right, but not by the ring: it sent {seen}, and should send "
+            f"{world_size - 1} chunks of {COLUMNS}, to rank {right} only"
         )
     return ""

@@ -18,6 +18,8 @@ Send = Callable[[torch.Tensor, int], dist.Work]
 def reduce_scatter(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
     """Return chunk number `rank` of the sum over all ranks; yours to write.
 
+    Each rank sends n-1 chunks, all to its right neighbour.
+
     Args:
         tensor: (chunks, columns), as many chunks as ranks; it may be overwritten.
         isend: `dist.isend` that counts. `isend(chunk, to)` starts to send a chunk to a

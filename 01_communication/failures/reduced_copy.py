@@ -17,7 +17,7 @@ def main() -> None:
     columns = torch.tensor([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]])
     for x in (rows, columns.t()):
         # WRONG: of a transposed tensor, contiguous() makes a copy. The sum is in the
-        # copy, which nobody keeps. Write x = x.contiguous() above, and reduce x.
+        # copy, which nobody keeps. Write y = x.contiguous(), reduce y, and x.copy_(y).
         dist.all_reduce(x.contiguous())
         print(f"strides {x.stride()}: {x.tolist()}")
     dist.destroy_process_group()
