@@ -7,6 +7,7 @@ import contextlib
 import functools
 import io
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 from launch import ROOT, Result, clean_environment, python, torchrun
 from lessons import in_the_pool, run_lesson
@@ -701,6 +703,32 @@ def test_monitored_barrier_ignores_the_timeout_of_its_group(
         "waited longer than the group allows",
         "late",
     ]
+
+
+def recorded_calls() -> list[str]:
+    """Make calls of four kinds; return those that the flight recorder has noted."""
+    recorder: Any = _distributed_c10d  # its types leave out the function
+
+    def recorded() -> list[dict[str, Any]]:
+        return pickle.loads(recorder._dump_fr_trace())["entries"]
+
+    last = max((entry["record_id"] for entry in recorded()), default=-1)
+    dist.all_reduce(one := torch.ones(1))
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    if dist.get_rank() == 0:
+        dist.send(one, 1)
+    else:
+        dist.recv(one, 0)
+    dist.broadcast(one, 0)
+    new = [entry for entry in recorded() if entry["record_id"] > last]
+    return [entry["profiling_name"] for entry in new]
+
+
+def test_flight_recorder_notes_no_monitored_barrier_and_no_message(
+    worker_pool: WorkerPool,
+) -> None:
+    both = ["gloo:all_reduce", "gloo:broadcast"]
+    assert worker_pool.run(recorded_calls) == [both, both]
 
 
 def calls_that_differ() -> dict[str, str | float]:

@@ -644,6 +644,43 @@ def test_a_lab_says_what_it_lacks(tmp_path: Path) -> None:
     assert said.startswith(missing if sys.platform == "linux" else "lab.py: a laborato")
 
 
+def listeners_of(store: str, endpoint: str) -> tuple[int, str]:
+    """Meet alone; return at how many ports this process listens, and the second end."""
+    from torch.distributed.elastic import rendezvous
+
+    def meet(endpoint: str) -> None:
+        words: dict[str, Any] = {"run_id": "job", "store_type": store}
+        sizes: dict[str, Any] = {"min_nodes": 1, "max_nodes": 1}
+        parameters = rendezvous.RendezvousParameters("c10d", endpoint, **words, **sizes)
+        handler = rendezvous.registry.get_rendezvous_handler(parameters)
+        handlers.append(handler)
+        handler.next_rendezvous()
+
+    handlers: list[Any] = []
+    listening = load_chapter(str(ROOM.relative_to(ROOT)))["listening"].listeners
+    before = len(listening().get(os.getpid(), []))
+    meet(endpoint)
+    count = len(listening().get(os.getpid(), [])) - before
+    handlers.pop().shutdown()
+    try:
+        meet(endpoint)
+    except rendezvous.RendezvousClosedError as error:
+        return count, type(error).__name__
+    handlers.pop().shutdown()
+    return count, ""
+
+
+@pytest.mark.skipif(not shutil.which("ss"), reason="needs ss")
+def test_a_file_in_place_of_the_agent_s_store_leaves_one_that_listens(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    ends = worker_pool.run(listeners_of, "tcp", "localhost:0", world_size=1)
+    assert ends == [(2, "")]
+    # A file is still there when the job is over, and says that it is.
+    ends = worker_pool.run(listeners_of, "file", str(tmp_path / "meet"), world_size=1)
+    assert ends == [(1, "RendezvousClosedError")]
+
+
 def test_etcd_that_is_not_running_is_reported_at_once() -> None:
     pytest.importorskip("etcd", reason="python-etcd is not installed")
     conf = ["--nnodes=1:4", "--rdzv-backend=etcd-v2", "--rdzv-id=job"]

@@ -320,6 +320,56 @@ def test_ranks_share_no_samples_but_those_of_a_mapped_file(
     assert private == [[7, 7, 7], [0, 0, 0]]
 
 
+def fill_with_sevens(_: int, samples: torch.Tensor) -> None:
+    """Be a process that `mp.spawn` has given a tensor."""
+    samples.fill_(7)
+
+
+@pytest.mark.slow
+def test_ranks_share_a_tensor_that_mp_spawn_gives_them() -> None:
+    samples = torch.zeros(3)
+    torch.multiprocessing.spawn(fill_with_sevens, (samples,), nprocs=1)
+    # PyTorch moves a tensor to shared memory where others send a copy.
+    assert samples.tolist() == [7, 7, 7] and samples.is_shared()
+
+
+def kilobytes_of(path: str) -> tuple[int, int]:
+    """Return how much of a mapped file is shared with others, and how much is not."""
+    found, is_here = {"Shared": 0, "Private": 0}, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_here = path in line
+        elif is_here and (own := re.match(r"(Shared|Private)_\w+: +(\d+) kB", line)):
+            found[own[1]] += int(own[2])
+    return found["Shared"], found["Private"]
+
+
+def pages_before_and_after(path: str) -> list[tuple[int, int]]:
+    """Map 4 MiB privately on all ranks; count pages, write half on rank 0, count."""
+    if dist.get_rank() == 0:
+        Path(path).write_bytes(bytes(4 << 20))
+    dist.barrier()
+    samples = torch.from_file(path, shared=False, size=4 << 20, dtype=torch.uint8)
+    samples.sum()  # reads all pages
+    dist.barrier()
+    before = kilobytes_of(path)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        samples[: 2 << 20].fill_(7)
+    dist.barrier()
+    after = kilobytes_of(path)
+    dist.barrier()
+    return [before, after]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_pages_of_a_mapped_file_are_shared_until_one_rank_writes(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    by_rank = worker_pool.run(pages_before_and_after, str(tmp_path / "samples"))
+    assert by_rank == [[(4096, 0), (2048, 2048)]] * 2
+
+
 # --- shared_memory.py. ----------
 
 

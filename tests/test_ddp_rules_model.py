@@ -566,7 +566,8 @@ def all_reduces_of_a_step(setting: dict[str, Any]) -> int:
 def test_looking_for_unused_parameters_all_reduces(
     worker_pool: WorkerPool,
 ) -> None:
-    for setting, count in (({}, 1), (STATIC, 1), (FIND, 2)):
+    both = FIND | STATIC  # then the first step alone asks
+    for setting, count in (({}, 1), (STATIC, 1), (FIND, 2), (both, 1)):
         assert worker_pool.run(all_reduces_of_a_step, setting) == [count] * 2
 
 

@@ -185,6 +185,72 @@ def test_examples_of_the_chapter_are_the_paper_s_formula() -> None:
         assert re.search(rf"^\| {stage} \| {re.escape(each)} \|", page, re.M), each
 
 
+def test_in_float32_the_weights_are_their_own_master() -> None:
+    # 4 bytes each for the weight, its gradient and Adam's two moments: 16 again, and
+    # only the moments are optimizer state (section 3.1 counts 12 in mixed precision).
+    ours, n = module("paper").paper_bytes, 4
+    states = [(1, 1, 1), (1, 1, n), (1, n, n), (n, n, n)]  # by how many divided
+    for stage, divisors in enumerate(states):
+        of_kinds = zip((4, 4, 8), divisors, strict=True)
+        expected = [100 * each / divisor for each, divisor in of_kinds]
+        assert [*ours(100, stage, n, "fp32").values()] == expected
+        of_kinds = zip((2, 2, 12), divisors, strict=True)
+        expected = [100 * each / divisor for each, divisor in of_kinds]
+        assert [*ours(100, stage, n, "bf16").values()] == expected
+
+
+# Three tensors on three ranks. DeepSpeed aligns what it divides to twice the number of
+# ranks (`nccl_start_alignment_factor` in zero/stage_1_and_2.py), here 20 values to 24.
+def added_by(stage: int, rank: int = 0, *words: Any, **more: Any) -> dict[str, float]:
+    sizes, precision = more.pop("sizes", [10, 7, 3]), words[0] if words else "bf16"
+    run = module("added").Run(sizes, stage, rank, 3, precision, **more)
+    return module("added").bytes_added(run)
+
+
+def test_what_deepspeed_adds_on_three_ranks_by_hand() -> None:
+    near, share = pytest.approx, 20 / 3
+    for precision in ("bf16", "fp32"):
+        assert set(added_by(0, 0, precision).values()) == {0}
+    for precision, weight, states in (("bf16", 2, 12), ("fp32", 4, 8)):
+        for stage in (1, 2):
+            found = added_by(stage, 0, precision)
+            assert found["parameters"] == weight * (24 - 20)
+            # Master weights also in fp32, where the paper's formula has none.
+            assert found["optimizer"] == near(12 * 8 - states * share)
+        found = added_by(3, 0, precision, threshold=3)
+        # Each by itself: 4 + 3 + 1 values of 10, 7 and 3.
+        assert found["parameters"] == near(weight * (8 - share))
+        assert found["optimizer"] == near(12 * 8 - states * share)
+        assert found["gathered"] == weight * 3
+    # Stage 2: the shards are values 0 to 7, 8 to 15, 16 to 23, and each tensor that a
+    # shard has a part of leaves its whole gradient.
+    for sizes, whole in (([10, 7, 3], [10, 17, 10]), ([8, 9, 3], [8, 9, 12])):
+        found = [added_by(2, rank, sizes=sizes)["gradients"] for rank in range(3)]
+        assert found == near([2 * (values - share) for values in whole])
+    assert added_by(1)["gradients"] == 0
+
+
+def test_what_fp32_accumulation_adds_on_three_ranks_by_hand() -> None:
+    near, accumulate = pytest.approx, dict[str, Any](accumulate="fp32")
+    # Stage 1: 4 bytes for all values, beside the 2 of bf16.
+    assert added_by(1, **accumulate)["gradients"] == 4 * 20
+    # Stage 3: 4 bytes in place of 2, for 8 values.
+    assert added_by(3, **accumulate)["gradients"] == near(4 * 8 - 2 * 20 / 3)
+    # Stage 2: a shard of 8 values in fp32; a tensor larger than the bucket in bf16 too.
+    for bucket, alone in ((10, 0), (9, 10)):
+        found = added_by(2, bucket=bucket, **accumulate)["gradients"]
+        assert found == near(4 * 8 + 2 * alone - 2 * 20 / 3)
+    # The bucket holds gradients of the weights' dtype. Stage 0 has none, nor has stage
+    # 1 if it accumulates in fp32.
+    size, make = module("added").bucket_bytes, module("added").Run
+    for stage, precision, how, each in (
+        *((0, "bf16", "", 0), (1, "bf16", "", 2), (1, "bf16", "fp32", 0)),
+        *((2, "bf16", "fp32", 2), (3, "bf16", "", 2), (2, "fp32", "", 4)),
+    ):
+        run = make([20], stage, 0, 3, precision, how, bucket=100)
+        assert size(run) == 100 * each, (stage, precision, how)
+
+
 @pytest.mark.slow
 def test_every_rank_keeps_what_the_paper_says(counted: Any) -> None:
     # Written out here from the paper, so as not to ask the room's own formula.

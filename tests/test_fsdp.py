@@ -646,6 +646,25 @@ def test_metadata_tells_of_a_whole_checkpoint_in_a_new_folder_only(
     assert worker_pool.run(saved_twice, used, used) == [(True, 2)] * 2
 
 
+def saved_without_collectives(folder: str) -> tuple[list[str], list[float]]:
+    """Let each rank save for itself; return the metadata files, and what is loaded."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    four = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    dcp.save({"w": four}, checkpoint_id=folder, use_collectives=False)
+    dist.barrier()
+    loaded: Any = {"w": torch.zeros_like(four)}
+    dcp.load(loaded, checkpoint_id=folder)
+    names = sorted(path.name for path in Path(folder).glob("*.metadata"))
+    return names, loaded["w"].full_tensor().tolist()
+
+
+def test_without_collectives_each_rank_has_a_metadata_file(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    both = ["__0.metadata", "__1.metadata"], [0, 1, 2, 3]
+    assert worker_pool.run(saved_without_collectives, str(tmp_path)) == [both] * 2
+
+
 def first_rows_on_rank_1() -> list[float]:
     """Shard a layer that each rank fills with its own number; return all of it."""
     layer = torch.nn.Linear(1, 4, bias=False)

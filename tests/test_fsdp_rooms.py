@@ -429,6 +429,21 @@ def test_rows_are_sharded_and_no_sync_is_a_setter(worker_pool: WorkerPool) -> No
     assert [found["gradient"] for found in by_rank] == [4.0, 4.0]
 
 
+def values_of_fsdp1() -> int:
+    """Wrap a layer of one row in FSDP's first version; return what this rank keeps."""
+    row = fsdp.FullyShardedDataParallel(
+        nn.Linear(100, 1), device_id=torch.device("cpu")
+    )
+    return sum(p.numel() for p in row.parameters())
+
+
+def test_first_version_cuts_rows_and_every_rank_keeps_as_much(
+    worker_pool: WorkerPool,
+) -> None:
+    # It flattens a unit: 100 weights, a bias, and a value to make them even.
+    assert worker_pool.run(values_of_fsdp1) == [51, 51]
+
+
 # --- Mistakes. ----------
 
 MIXED = (

@@ -82,6 +82,70 @@ def changed(run: Any, what: str) -> Any:
     return run._replace(weights=weights, **more.get(what, {}))
 
 
+# Bytes that a rank keeps, written out from the shapes: 16 for a parameter, its gradient
+# and Adam's two moments in fp32 (ZeRO paper, section 3.1, where the weights are their
+# own master), of which ZeRO and FSDP divide what their stage divides.
+NORM_VALUES, POSITION_VALUES, MODEL = 5 * 2 * 64, 32 * 64, 117_376
+TOKEN_VALUES, BLOCK, MLP = 256 * 64, 12 * 64 * 64 + 2 * 2 * 64, 2 * 8 * 64 * 64
+STAGES = [  # of a pipeline; and a buffer for what a batch receives
+    16 * (BLOCK + TOKEN_VALUES + own) + 4 * 16 * 32 * 64
+    for own in (POSITION_VALUES, 2 * 64)
+]
+SPLIT = MODEL - NORM_VALUES  # DTensor splits all but the norms
+KEPT: dict[str, Any] = {
+    "one process": [16 * MODEL],
+    **dict.fromkeys(["naive", "flat buffer", "buckets, by hooks"], [16 * MODEL] * 2),
+    **dict.fromkeys(["DDP, mp.spawn", "DDP, no_sync"], [16 * MODEL] * 2),
+    **dict.fromkeys(["DDP, torchrun", "DDP, killed, resumed"], [16 * MODEL] * 2),
+    "DDP, 4 ranks": [16 * MODEL] * 4,
+    "ZeRO 1 by hand": [(4 + 4 + 8 / 2) * MODEL] * 2,
+    "ZeRO 2 by hand": [(4 + 4 / 2 + 8 / 2) * MODEL] * 2,
+    **dict.fromkeys(["ZeRO 3 by hand", "FSDP2"], [8 * MODEL] * 2),
+    "HSDP, 2 x 2": [8 * MODEL] * 4,
+    "tensor": [8 * (SPLIT - POSITION_VALUES) + 16 * (POSITION_VALUES + NORM_VALUES)]
+    * 2,
+    "tensor + sequence": [8 * SPLIT + 16 * NORM_VALUES] * 2,
+    "FSDP2 x tensor": [4 * SPLIT + 8 * NORM_VALUES] * 4,
+    "GPipe": STAGES,
+    "1F1B": STAGES,
+    "context, by a ring": [16 * MODEL] * 2,
+    # Each of two blocks has a router of 4 rows, and 4 MLPs in place of one.
+    "experts, one process": [16 * (MODEL + 2 * 4 * 64 + 3 * MLP)],
+    "experts": [16 * (MODEL + 2 * 4 * 64 + MLP)] * 2,
+    "DeepSpeed, ZeRO 0": [16 * MODEL] * 2,
+    # The weights; gradients, master weights and moments are divided in both stages.
+    **dict.fromkeys(
+        ["DeepSpeed, ZeRO 1", "DeepSpeed, ZeRO 2"],
+        [(4 + (4 + 4 + 8) / 2) * MODEL] * 2,
+    ),
+    # All is divided; a bucket for a quarter of the values is not.
+    "DeepSpeed, ZeRO 3": [((4 + 4 + 4 + 8) / 2 + 4 / 4) * MODEL] * 2,
+}
+
+
+def test_what_a_rank_is_to_keep_follows_from_the_shapes() -> None:
+    ways = module("table_of_ways").WAYS
+    record = json.loads(NUMBERS.read_text())["ways"]
+    assert sorted(ways) == sorted([*KEPT, "2x2x2"]) and len(KEPT) == 26
+    for name, expected in KEPT.items():
+        ours = [ways[name].kept(rank) for rank in range(ways[name].ranks)]
+        assert ours == pytest.approx(expected, rel=1e-6), name
+        # What was counted holds a batch too. DeepSpeed keeps the whole gradient of the
+        # tensor that two partitions meet in.
+        batch = 45_000 if name in ("DeepSpeed, ZeRO 1", "DeepSpeed, ZeRO 2") else 9_000
+        assert 0 < record[name]["kept"] - max(expected) < batch, name
+    # Three axes: stages as above, of whose values data and tensor leave a quarter, and
+    # of the norms (two in a block, one at the end) a half.
+    norms = [2 * 2 * 64, 3 * 2 * 64]
+    buffer = 4 * 16 * 32 * 64
+    for rank in range(8):
+        stage = rank // 2 % 2
+        values = (STAGES[stage] - buffer) / 16
+        expected = 4 * (values - norms[stage]) + 8 * norms[stage] + buffer / 4
+        near = pytest.approx(expected, rel=2e-3)
+        assert ways["2x2x2"].kept(rank) == near
+
+
 def faults(runs: dict[str, list[Any]], ways: Any = None) -> list[str]:
     comparison = module("comparison")
     return comparison.all_faults(runs, ways or comparison.ALL)

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -204,6 +205,40 @@ def test_backward_takes_twice_the_time_of_forward_and_has_two_halves() -> None:
     assert work[0] / work[1] == units["B"] / units["F"] == 2
 
 
+def test_the_clock_gives_each_kind_its_time() -> None:
+    # As above: backward is twice forward, and each of its halves as long as forward.
+    timed, slept = script(BUBBLE, "timed_stages"), []
+    clock = timed.Clock()
+    clock.unit = 3.0
+    frozen = SimpleNamespace(perf_counter=lambda: 100.0, sleep=slept.append)
+    with mock.patch.object(timed, "time", frozen):
+        for kind in "FBIW":
+            with clock.call(kind, 0, 0):
+                pass
+    assert slept == [3, 6, 3, 3]
+
+
+def unit_of(name: str, stages_on_a_rank: int) -> float:
+    """Return the unit of a call, where a forward pass of all layers takes 8 seconds."""
+    pipeline = script(BUBBLE, "timed_pipeline")
+    with mock.patch.object(pipeline, "run_twice", lambda step, clock, unit: unit):
+        return pipeline.record(name, stages_on_a_rank, 4, 8.0)
+
+
+def test_half_of_the_layers_take_half_of_the_time(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(unit_of, "1F1B", 1) == [8, 8]
+    assert worker_pool.run(unit_of, "ZBVZeroBubble", 2) == [4, 4]
+
+
+def test_idle_share_begins_with_the_first_call() -> None:
+    # Two ranks, one micro-batch, at any time of day: 6 units, of which each computes 3.
+    spans = [
+        [("F", 0, 0, 100.0, 101.0), ("B", 0, 0, 104.0, 106.0)],
+        [("F", 1, 0, 101.0, 102.0), ("B", 1, 0, 102.0, 104.0)],
+    ]
+    assert script(BUBBLE, "timelines").idle_share(spans) == 1 / 2
+
+
 def test_recorded_numbers_are_the_picture_s() -> None:
     numbers = json.loads((ROOT / "assets" / "08_bubble.json").read_text())
     timelines = script(BUBBLE, "timelines")
@@ -243,6 +278,36 @@ def test_bytes_that_autograd_keeps_are_counted(worker_pool: WorkerPool) -> None:
     assert [code for code, _ in ends] == [0, 0], ends
     ends = worker_pool.run(real_stages, "gpipe twice")
     assert [code for code, _ in ends] == [1, 1]
+
+
+def test_a_storage_counts_once_and_a_weight_never() -> None:
+    real = script(BUBBLE, "two_real_stages")
+    weight = torch.ones(4, requires_grad=True)
+    saved = real.SavedBytes(weight)
+    with saved.hooks():
+        y = (weight * weight).exp()  # keeps the weight twice, and y: 4 values
+        total = (y * y.view(4)).sum()  # keeps y twice more
+    assert (saved.now, saved.peak) == (4 * 4, 4 * 4)
+    total.backward()
+    del y, total
+    assert (saved.now, saved.peak) == (0, 4 * 4)
+
+
+def shown_bytes() -> tuple[Any, str]:
+    """Let two_real_stages.py show peaks that are known."""
+    real = script(BUBBLE, "two_real_stages")
+    peaks = [(0.3, [8 << 20, 8 << 20]), (0.3, [2 << 20, 1 << 20])]
+    with mock.patch.object(real, "run_real", side_effect=peaks):
+        return run_here(BUBBLE, "two_real_stages")
+
+
+def test_bytes_are_shown_in_mib_beside_the_formula_s_share(
+    worker_pool: WorkerPool,
+) -> None:
+    (code, said), _ = worker_pool.run(shown_bytes)
+    assert code == 0 and "kept for backward: 2.0 and 1.0 MiB" in said
+    # (p - 1) / (m + p - 1) of two stages and eight micro-batches.
+    assert f"formula        | idle {1 / 9:.1%}\n" in said
 
 
 # --- mistakes/: each is provoked. ----------

@@ -8,13 +8,16 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from launch import ROOT, clean_environment, free_port
 from scripts import load_chapter
@@ -247,3 +250,18 @@ def test_a_port_in_use_and_an_absent_master_are_one_line_each(run: Run) -> None:
     output, _ = process.communicate(timeout=PATIENCE)
     assert output == f"train.py: no master at 127.0.0.1:{port} after 0.5 s\n"
     assert process.returncode == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_store_listens_where_the_socket_does_that_it_is_given() -> None:
+    trust: Any = load_chapter("04_rpc_parameter_server/supervision")["trust"]
+    before, own = Counter(trust.listening()), socket.create_server(("127.0.0.1", 0))
+    port = own.getsockname()[1]
+    words: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
+    given = dist.TCPStore("127.0.0.1", port, master_listen_fd=own.detach(), **words)
+    assert Counter(trust.listening()) - before == {"127.0.0.1": 1}
+    plain = dist.TCPStore("127.0.0.1", 0, **words)
+    assert Counter(trust.listening()) - before == {"127.0.0.1": 1, "::": 1}
+    for store in (given, plain):
+        dist.TCPStore("127.0.0.1", store.port, is_master=False).set("word", "here")
+        assert store.get("word") == b"here"

@@ -93,7 +93,9 @@ WAYS: dict[str, Way] = {
     "DDP, killed, resumed": Way(in_ddp_killed, kept(P), 2, "torchrun"),
     "DDP, 4 ranks": Way(in_ddp, kept(P), 4, "torchrun"),
     "HSDP, 2 x 2": Way(partial(in_fsdp, replicas=2), kept(P / 2), 4, "torchrun"),
-    "FSDP2 x tensor": Way(fsdp_and_tensor, kept(P / 4), 4, "torchrun", shards=2),
+    "FSDP2 x tensor": Way(
+        fsdp_and_tensor, kept((P + NORMS) / 4), 4, "torchrun", shards=2
+    ),
     # From stage 1 on DeepSpeed keeps fp32 master weights although weights are in fp32.
     # Stage 3 keeps its bucket as well, here for a quarter of the parameters.
     "DeepSpeed, ZeRO 0": Way(partial(in_deepspeed, 0), kept(P), 2, "deepspeed"),
