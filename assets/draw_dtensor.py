@@ -10,8 +10,9 @@ from matplotlib.axes import Axes
 
 from pictures import chapter_module, new_drawing, picture_parser, save_picture
 
+Pair = tuple[float, float]
 # Okabe and Ito's colours, which people with any colour vision tell apart.
-COLOURS = ("#0072B2", "#E69F00")  # one for each half of the tensor
+COLOURS = ("#0072B2", "#E69F00")  # of the tensor's upper rows and of its lower rows
 INK, LINE = "#222222", "#999999"
 RANKS, SIDE = 2, 1.15
 # Where each placement stands: the lower left corner of rank 0's square.
@@ -38,13 +39,10 @@ ENDS = [
 ]
 
 
-def draw_half(axes: Axes, x: float, y: float, half: int, dim: int, alpha: str) -> None:
-    """Draw the upper or lower half of a square, or along dim 1 its left or right."""
-    wide, high = (SIDE, SIDE / 2) if dim == 0 else (SIDE / 2, SIDE)
-    left = x + half * wide * dim
-    low = y + (0 if dim else (1 - half) * high)
-    colour = COLOURS[half]
-    axes.add_patch(plt.Rectangle((left, low), wide, high, fc=colour + alpha, ec=colour))
+def draw_box(axes: Axes, corner: Pair, sides: Pair, half: int, is_term: bool) -> None:
+    """Draw rows of the upper half (0) or the lower half (1); pale for a term."""
+    shade = COLOURS[half] + ("20" if is_term else "60")
+    axes.add_patch(plt.Rectangle(corner, *sides, fc=shade, ec=COLOURS[half]))
 
 
 def draw_placement(axes: Axes, name: str) -> None:
@@ -55,14 +53,27 @@ def draw_placement(axes: Axes, name: str) -> None:
         left = x + rank * (SIDE + 0.12)
         axes.add_patch(plt.Rectangle((left, y), SIDE, SIDE, fc="none", ec=LINE, ls=":"))
         axes.text(left, y + SIDE + 0.12, f"rank {rank}", color=INK)
-        for half in range(RANKS):
-            if name.startswith("Shard") and half == rank:
-                draw_half(axes, left, y, half, "01".index(name[-2]), "60")
-            elif not name.startswith("Shard"):
-                draw_half(axes, left, y, half, 0, "60" if name[0] == "R" else "20")
+        # Along dim 0 a rank holds one half; along dim 1 half the columns of both.
+        wide, shift = (SIDE / 2, rank * SIDE / 2) if "1" in name else (SIDE, 0)
+        for half in [rank] if "0" in name else range(RANKS):
+            corner = (left + shift, y + (1 - half) * SIDE / 2)
+            draw_box(axes, corner, (wide, SIDE / 2), half, name == "Partial(sum)")
         if name.startswith("Partial"):
             centre = (left + SIDE / 2, y + SIDE * 0.75)
             axes.text(*centre, f"term {rank}", ha="center", va="center", color=INK)
+
+
+def draw_legend(axes: Axes) -> None:
+    """Say what the two colours and their paler shades mean."""
+    meanings = [
+        (0, False, "the tensor's upper rows"),
+        (1, False, "the tensor's lower rows"),
+        (0, True, "pale: one term of a sum"),
+    ]
+    for number, (half, is_term, text) in enumerate(meanings):
+        x, y = 0.1, 5.3 - 0.4 * number
+        draw_box(axes, (x, y), (0.4, 0.22), half, is_term)
+        axes.text(x + 0.55, y + 0.11, text, va="center", color=INK)
 
 
 def main() -> None:
@@ -75,6 +86,7 @@ def main() -> None:
     figure, axes = new_drawing(4.6, (-0.1, 12.1), (0, 5.75))
     for name in PLACES:
         draw_placement(axes, name)
+    draw_legend(axes)
     style = {"arrowstyle": "->", "color": INK, "lw": 1.4}
     for (*_, text, (x, y)), (start, end) in zip(ARROWS, ENDS, strict=True):
         axes.annotate("", xy=end, xytext=start, arrowprops=style)

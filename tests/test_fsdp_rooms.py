@@ -550,6 +550,11 @@ def prepare_with(flaw: str, model: Any) -> Any:
     if flaw == "no broadcast":
         fully_shard(model, mesh=mesh)
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    if flaw == "root alone":
+        for p in model.parameters():
+            dist.broadcast(p.detach(), src=0)
+        fully_shard(model, mesh=mesh)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
     if flaw == "optimizer first":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return your_own_loop.prepare(model)[0], optimizer
@@ -600,7 +605,12 @@ def loops() -> list[tuple[Loop, list[str]]]:
         ),
         (
             (flawed(prepare_with, "no broadcast"), *RIGHT[1:]),
-            ["before training: layers.0.weight moved {0: inf, 1: inf} times as far: w"]
+            ["before training layers.0.weight is not rank 0's: who gives it to rank 1?"]
+            * 2,
+        ),
+        (
+            (flawed(prepare_with, "root alone"), *RIGHT[1:]),
+            ["right, but no layer is sharded by itself: the root gathers all 1185 wei"]
             * 2,
         ),
         (
@@ -635,7 +645,7 @@ def try_loops() -> list[str]:
 def test_your_own_loop(worker_pool: WorkerPool) -> None:
     by_rank = worker_pool.run(try_loops)
     expected = [hints for _, hints in loops()]
-    assert len(expected) == 9
+    assert len(expected) == 10
     for rank, told in enumerate(by_rank):
         for text, hints in zip(told, expected, strict=True):
             assert text.startswith(hints[rank]) and bool(text) == bool(hints[rank]), (

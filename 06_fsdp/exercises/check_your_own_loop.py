@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -125,8 +126,9 @@ def train_first_rank(
 def explain_difference(line: str) -> str:
     """Say what may be the reason for a difference from one process."""
     line = line.removeprefix("differs ")
-    if line.startswith("before training"):
-        return f"{line}: who gives rank 1 the weights of rank 0?"
+    if line.startswith("before training: "):
+        name = line.split()[2]
+        return f"before training {name} is not rank 0's: who gives it to rank 1?"
     if "loss" in line:
         return f"{line}: is it the mean over this rank's samples?"
     if "0: 0.0," in line:
@@ -148,13 +150,21 @@ def explain_norms(told: list[Any], right: list[float]) -> str:
 
 
 def explain_shards(model: Any) -> str:
-    """Say whether this rank keeps more than its shard, or nothing."""
+    """Say whether this rank keeps or gathers more than it needs, or nothing."""
     parameters = list(model.parameters())
     local = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
     total, kept = sum(p.numel() for p in parameters), sum(p.numel() for p in local)
-    if kept <= 1.1 * total / WORLD_SIZE:
-        return ""
-    return f"right, but this rank keeps {kept} of {total} weights: nothing is sharded"
+    if kept > 1.1 * total / WORLD_SIZE:
+        return (
+            f"right, but this rank keeps {kept} of {total} weights: nothing is sharded"
+        )
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if units == [model]:
+        return (
+            f"right, but no layer is sharded by itself: the root gathers all {total} "
+            "weights at once"
+        )
+    return ""
 
 
 def explain_file(answer: Answer, model: Any, save: Callable, batches: Any) -> str:
