@@ -363,7 +363,7 @@ def pages_before_and_after(path: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
-def test_pages_of_a_mapped_file_are_shared_until_one_rank_writes(
+def test_mapped_pages_are_shared_until_a_rank_writes(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
     by_rank = worker_pool.run(pages_before_and_after, str(tmp_path / "samples"))

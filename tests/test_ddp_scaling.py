@@ -331,6 +331,7 @@ def test_a_slower_link_is_not_predicted_to_scale_further() -> None:
         PREDICT.predict(cases, range(len(cases[0]["measured"])))
         for cases in by_link.values()
     ]
+    assert PREDICT.FAR == (8, 64, 1024)
     for ranks in PREDICT.FAR:
         found = [one["efficiency, one bucket", ranks] for one in predicted]
         assert 0 < found[0] < found[1] < found[2] < 1

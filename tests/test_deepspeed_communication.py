@@ -124,7 +124,9 @@ def test_stage_0_reduces_after_backward_and_stage_2_during_it(
     assert len(by_rank) == 2
     for said in by_rank:
         assert said == ["gradient"] * 4 + ["all-reduce"]
-    for said in zero_pools(2).run(order_in_backward, 2, world_size=2):
+    by_rank = zero_pools(2).run(order_in_backward, 2, world_size=2)
+    assert len(by_rank) == 2
+    for said in by_rank:
         assert said[-1] == "all-reduce" and said.count("gradient") == 4
         assert said.index("all-reduce") < len(said) - 1 - said[::-1].index("gradient")
 

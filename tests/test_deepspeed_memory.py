@@ -190,6 +190,7 @@ def test_in_float32_the_weights_are_their_own_master() -> None:
     # only the moments are optimizer state (section 3.1 counts 12 in mixed precision).
     ours, n = module("paper").paper_bytes, 4
     states = [(1, 1, 1), (1, 1, n), (1, n, n), (n, n, n)]  # by how many divided
+    assert len(states) == 4
     for stage, divisors in enumerate(states):
         of_kinds = zip((4, 4, 8), divisors, strict=True)
         expected = [100 * each / divisor for each, divisor in of_kinds]
@@ -242,13 +243,13 @@ def test_what_fp32_accumulation_adds_on_three_ranks_by_hand() -> None:
         assert found == near(4 * 8 + 2 * alone - 2 * 20 / 3)
     # The bucket holds gradients of the weights' dtype. Stage 0 has none, nor has stage
     # 1 if it accumulates in fp32.
-    size, make = module("added").bucket_bytes, module("added").Run
+    in_bucket, make = module("added").bucket_bytes, module("added").Run
     for stage, precision, how, each in (
         *((0, "bf16", "", 0), (1, "bf16", "", 2), (1, "bf16", "fp32", 0)),
         *((2, "bf16", "fp32", 2), (3, "bf16", "", 2), (2, "fp32", "", 4)),
     ):
         run = make([20], stage, 0, 3, precision, how, bucket=100)
-        assert size(run) == 100 * each, (stage, precision, how)
+        assert in_bucket(run) == 100 * each, (stage, precision, how)
 
 
 @pytest.mark.slow

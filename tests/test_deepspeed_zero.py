@@ -120,8 +120,8 @@ def all_stages(steps: int, precision: str) -> list[tuple[Any, ...]]:
         losses = train(engine, steps)
         # Stage 3 fills its groups during a step only; their settings stay.
         groups = engine.optimizer.param_groups
-        assert groups and all(group["lr"] > 0 for group in groups)
-        assert any(group["params"] for group in groups) == (stage < 3)
+        assert [group["lr"] > 0 for group in groups] == [True]
+        assert [bool(group["params"]) for group in groups] == [stage < 3]
         counts = [checks.optimizer_count(engine), checks.moment_count(engine)]
         batch_of = batches_for_all_ranks()
         found = checks.same_as_one_process(engine, new_gpt(), batch_of, losses)
@@ -892,5 +892,6 @@ def test_a_model_that_cannot_be_trained_is_named_in_one_line(
         "nothing": "there is no such folder",
         "too large": "has 427,136 parameters: stage 1 on 2 rank(s) takes 0.00427 GB on "
         "each for weights, gradients and optimizer state, and 0.001 GB are free for "
-        "each; a model of 100,000 parameters would fit, or use a higher stage or more machines",
+        "each; a model of 100,000 parameters would fit, or use a higher stage or more "
+        "machines",
     }
