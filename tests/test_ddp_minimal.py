@@ -57,6 +57,22 @@ def test_two_ranks_train_as_one_process(worker_pool: WorkerPool) -> None:
     assert (other[2], other[3]) == ("", 0)
 
 
+def test_the_device_is_set_before_the_group_is_joined() -> None:
+    calls = mock.Mock()
+    calls.join.side_effect = InterruptedError
+    cuda = torch.device("cuda", 1)
+    with (
+        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}),
+        mock.patch.object(torch.accelerator, "device_count", lambda: 2),
+        mock.patch.object(torch.accelerator, "set_device_index", calls.set_device),
+        mock.patch.object(torch.accelerator, "current_accelerator", lambda: cuda),
+        mock.patch.object(torch.distributed, "init_process_group", calls.join),
+        pytest.raises(InterruptedError),
+    ):
+        load_chapter("03_ddp_torchrun")["minimal"].main()
+    assert calls.mock_calls == [mock.call.set_device(1), mock.call.join("nccl")]
+
+
 @pytest.mark.parametrize("lost", ["all_reduce in backward", "sampler"])
 def test_a_line_that_is_missing_shows(worker_pool: WorkerPool, lost: str) -> None:
     (apart, *_), _ = worker_pool.run(without, lost, world_size=2)
