@@ -100,7 +100,7 @@ def order_in_backward(stage: int) -> list[str]:
     model = torch.nn.Sequential(*layers)
     engine = deepspeed.initialize(model=model, config=config)[0]
     said: list[str] = []
-    for p in engine.module.parameters():
+    for p in model.parameters():
         p.register_hook(lambda _: said.append("gradient"))
     plain = dist.all_reduce
 
