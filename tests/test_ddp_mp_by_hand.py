@@ -559,3 +559,29 @@ def test_wrong_use_is_an_error(worker_pool: WorkerPool) -> None:
         assert "inside no_sync()" in errors["finish in no_sync"]
         for way in ("naive", "flat", "bucketed", "DDP"):
             assert "require" in errors[f"{way} frozen"]
+
+
+def gradient_after_logging(operation: str) -> tuple[list[float], str]:
+    """All-reduce a loss's detached value before backward; return what comes of it."""
+    weight = torch.tensor([3.0, 4.0], requires_grad=True)
+    loss = weight.square().sum().sqrt()  # whose backward pass reads its value, 5
+    if operation:
+        dist.all_reduce(loss.detach(), op=getattr(dist.ReduceOp, operation))
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return [], str(error)
+    assert weight.grad is not None
+    return weight.grad.tolist(), ""
+
+
+def test_a_detached_loss_shares_memory_with_the_loss(worker_pool: WorkerPool) -> None:
+    # w / |w|, of which twice the length gives half.
+    for operation, expected in (("", [0.6, 0.8]), ("SUM", [0.3, 0.4])):
+        found = worker_pool.run(gradient_after_logging, operation)
+        assert found == [(pytest.approx(expected), "")] * 2
+    # The mean is made by a division in place, of which autograd knows.
+    found = worker_pool.run(gradient_after_logging, "AVG")
+    assert len(found) == 2
+    for gradient, said in found:
+        assert gradient == [] and "modified by an inplace operation" in said
