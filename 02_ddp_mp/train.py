@@ -59,7 +59,7 @@ def train_on_shard(device: torch.device, options: argparse.Namespace) -> None:
     error = max(gather(gradient_error(ddp_model, held_out)))
     is_right = ranks.same_on_all_ranks(model.parameters()) and error < 1e-5
     bits = f"{dist.get_world_size()} rank(s) hold the same bits"
-    check(is_right, f"{bits}, and a gradient {error:.0e} from one process's")
+    check(is_right, f"{bits}, and a gradient within {error:.0e} of one process's")
 
 
 def show_epoch(

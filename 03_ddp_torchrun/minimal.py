@@ -33,7 +33,7 @@ def main() -> None:
         loss.backward()  # all-reduces the gradients
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(loss.detach(), op=dist.ReduceOp.AVG)  # in place: now the mean
+        dist.all_reduce(loss.detach(), op=dist.ReduceOp.AVG)  # `loss` is now the mean
         if step % 4 == 0 and dist.get_rank() == 0:
             print(f"step {step:2} | loss {loss.item():.3f}")
     if dist.get_rank() == 0:

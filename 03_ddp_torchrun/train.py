@@ -162,7 +162,7 @@ def main(options: argparse.Namespace) -> None:
     error = max(gather(data.gradient_error(ddp_model, model, held_out)))
     is_right = ranks.same_on_all_ranks(model.parameters()) and error < 1e-5
     bits = f"{world_size} rank(s) hold the same bits"
-    ranks.check(is_right, f"{bits}, and a gradient {error:.0e} from one process's")
+    ranks.check(is_right, f"{bits}, and a gradient within {error:.0e} of one process's")
     ranks.leave()
 
 

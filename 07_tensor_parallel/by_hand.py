@@ -5,6 +5,7 @@ Expect: four all-reduces of (B, T, D) a block and step; after 50 steps the loss,
     gradients and the weights of one process.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from model import GPT, GPTConfig
 from parallel_gpt import ParallelGPT, shard_like
-from ranks import check, gather, join, leave, say
+from ranks import check, fail, gather, join, leave, say
 from sent_and_kept import Collectives
 
 B, T, STEPS = 4, 32, 50
@@ -42,6 +43,8 @@ def train_by_adam(model: GPT, device: torch.device) -> Tensor:
 
 def main() -> None:
     """Train twice in float64: on all ranks together, and on each rank as if alone."""
+    if CONFIG.heads % int(os.environ.get("WORLD_SIZE", 1)):
+        fail(f"{CONFIG.heads} heads take 1, 2 or 4 ranks; type --nproc-per-node=2")
     device = join()
     torch.manual_seed(0)
     alone = GPT(CONFIG).to(device, torch.float64)

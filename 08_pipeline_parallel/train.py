@@ -174,7 +174,7 @@ def main(options: argparse.Namespace) -> None:
     step = partial(add_gradients, pipeline, model)
     error = max(gather(staged_gpt.largest_error(model, step, held_out, global_batch)))
     held = f"{len(stages)} stage(s) on each of {world_size} rank(s)"
-    ranks.check(error < 1e-5, f"{held}, a gradient {error:.0e} from one process's")
+    ranks.check(error < 1e-5, f"{held}, a gradient within {error:.0e} of one process's")
     ranks.leave()
 
 

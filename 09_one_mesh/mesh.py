@@ -35,8 +35,10 @@ def main() -> None:
     given = read_options(**options, rank={"type": number(0, 2**20), "default": 0})
     sizes = {axis: vars(given)[axis] for axis in AXES}
     world_size, is_real = math.prod(sizes.values()), "RANK" in os.environ
-    if not given.rank < world_size <= 2**17:
-        fail(f"{world_size:,} ranks: too many, or none of them is rank {given.rank}")
+    if world_size > 2**17:
+        fail(f"{world_size:,} ranks are too many; try {2**17:,} or fewer")
+    if given.rank >= world_size:
+        fail(f"no rank {given.rank} of {world_size:,}; try --rank={world_size - 1}")
     if sizes["data"] * sizes["context"] % given.expert:
         fail(f"{BATCH} does not divide into groups of {given.expert} ranks")
     device = join(world_size, world_size).type if is_real else "cpu"

@@ -627,7 +627,7 @@ def test_closing_check_accepts_a_sound_model_and_no_other(
 ) -> None:
     words = [*TINY, "--batch-size=4", "--max-steps=3", f"--text={text}"]
     runs = worker_pool.run(run_with_a_fault, fault, *words)
-    claim = f"2 rank\\(s\\) hold the same bits, and a gradient {error} from one"
+    claim = f"2 rank\\(s\\) hold the same bits, and a gradient within {error} of one"
     if fault == "none":
         assert [(run.status, run.errors) for run in runs] == [(0, "")] * 2
         assert re.search(f"\ncheck: {claim}", runs[0].output)

@@ -195,7 +195,7 @@ def test_mesh_of_another_order_is_noticed(worker_pool: WorkerPool) -> None:
 @pytest.mark.parametrize(
     ("script", "words", "complaint"),
     [
-        ("mesh", ["--rank=8"], "8 ranks: too many, or none of them is rank 8"),
+        ("mesh", ["--rank=8"], "no rank 8 of 8; try --rank=7"),
         ("mesh", ["--data=65536", "--tensor=65536"], "too many"),
         ("mesh", ["--expert=3"], "data x context does not divide into groups of 3"),
         ("train", sized(3, 2, 2), "two axes or three have 2 or 4 ranks"),

@@ -220,6 +220,17 @@ def test_vocabulary_is_split_exactly(worker_pool: WorkerPool, world_size: int) -
 # --- The whole GPT. ----------
 
 
+def test_gpt_by_hand_is_refused_to_ranks_that_cannot_share_its_heads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit) as ended:
+        by_hand.main()
+    assert ended.value.code == 2
+    said = "4 heads take 1, 2 or 4 ranks; type --nproc-per-node=2\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_gpt_by_hand_is_one_process_after_50_steps(
     worker_pool: WorkerPool, world_size: int
