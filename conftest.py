@@ -16,6 +16,7 @@ from readme_runner import ReadmeRunner, is_slow
 
 if TYPE_CHECKING:
     from worker_pool import WorkerPool
+    from zero_ranks import Pools
 
 # The reasons for which a test may be skipped. The key is a regular expression that
 # matches the whole reason, the value says why the skip cannot be avoided.
@@ -82,6 +83,15 @@ def worker_pool() -> "Iterator[WorkerPool]":
 
     with WorkerPool(max_ranks=4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def zero_pools() -> "Iterator[Pools]":
+    """Return workers that have imported DeepSpeed, by their number."""
+    from zero_ranks import pools_by_size
+
+    with pools_by_size() as pools:
+        yield pools
 
 
 @pytest.fixture(scope="session")

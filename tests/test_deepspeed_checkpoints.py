@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,16 +15,10 @@ import torch.distributed as dist
 
 from launch import ROOT, torchrun
 from scripts import load_chapter
-from zero_ranks import Pools, forget_earlier_group, pools_by_size, run_zero_lesson
+from zero_ranks import Pools, forget_earlier_group, run_zero_lesson
 
 ROOM = "05_deepspeed_zero/checkpoints"
 STEPS, SAVED_AT = 4, 2
-
-
-@pytest.fixture(scope="module")
-def zero_pools() -> Iterator[Pools]:
-    with pools_by_size() as pools:
-        yield pools
 
 
 # --- What runs on each rank. ----------

@@ -6,7 +6,6 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,19 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scripts import load_chapter
 from worker_pool import RankError, WorkerPool
-from zero_ranks import Pools, forget_earlier_group, pools_by_size, run_zero_lesson
+from zero_ranks import Pools, forget_earlier_group, run_zero_lesson
 
 CHAPTER = "05_deepspeed_zero"
 ROOM = f"{CHAPTER}/communication"
 SMALL_MODEL = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL_MODEL |= {"intermediate_size": 768}
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def zero_pools() -> Iterator[Pools]:
-    with pools_by_size() as pools:
-        yield pools
 
 
 # --- What is sent. ----------

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import re
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,15 +11,9 @@ import torch
 
 from lessons import in_the_pool
 from scripts import load_chapter
-from zero_ranks import Pools, forget_earlier_group, pools_by_size
+from zero_ranks import Pools, forget_earlier_group
 
 ROOM = "05_deepspeed_zero/huggingface"
-
-
-@pytest.fixture(scope="module")
-def zero_pools() -> Iterator[Pools]:
-    with pools_by_size() as pools:
-        yield pools
 
 
 # --- What runs on each rank. ----------

@@ -15,16 +15,10 @@ from torch.utils.cpp_extension import get_default_build_root
 
 from launch import ROOT, torchrun
 from scripts import load_chapter
-from zero_ranks import Pools, forget_earlier_group, pools_by_size, run_zero_lesson
+from zero_ranks import Pools, forget_earlier_group, run_zero_lesson
 
 ROOM = "05_deepspeed_zero/offload"
 HOST = {"offload_optimizer": {"device": "cpu"}}
-
-
-@pytest.fixture(scope="module")
-def zero_pools() -> Iterator[Pools]:
-    with pools_by_size() as pools:
-        yield pools
 
 
 # --- What runs on each rank. ----------

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from launch import ROOT, Result, clean_environment, python, run, torchrun
 from lessons import in_the_pool
 from scripts import load_chapter
-from worker_pool import WorkerPool
+from zero_ranks import Pools
 
 CHAPTER = "05_deepspeed_zero"
 FOLDER = ROOT / CHAPTER
@@ -45,7 +45,6 @@ COMPARED = (
     r"losses \de[+-]\d\d from one process's \(limit (\S+)\), "
     r"gradient norm \de[+-]\d\d, weights \de[+-]\d\d \(limit (\S+)\)"
 )
-Pools = Callable[[int], WorkerPool]
 
 
 # --- What runs on each rank. ----------
@@ -380,24 +379,6 @@ def answers(folder: str) -> dict[str, str]:
 
 
 # --- The scripts, as a user starts them. ----------
-
-
-@pytest.fixture(scope="module")
-def zero_pools() -> Iterator[Callable[[int], WorkerPool]]:
-    """Return warm workers for a number of ranks.
-
-    DeepSpeed remembers how many ranks there were. A process that has been the only rank
-    averages wrongly as one of two, so that each number has processes of its own.
-    """
-    with contextlib.ExitStack() as stack:
-        pools: dict[int, WorkerPool] = {}
-
-        def pool_of(ranks: int) -> WorkerPool:
-            if ranks not in pools:
-                pools[ranks] = stack.enter_context(WorkerPool(ranks))
-            return pools[ranks]
-
-        yield pool_of
 
 
 def body(path: Path) -> str:
