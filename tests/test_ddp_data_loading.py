@@ -381,6 +381,16 @@ def test_batches_in_flight_take_workers_times_prefetch(worker_pool: WorkerPool) 
     assert float(held) == pytest.approx(3 * 2 * 6.29, rel=0.1)
 
 
+def test_what_others_have_in_dev_shm_is_not_counted() -> None:
+    shared = script("shared_memory").shared_megabytes
+    before = shared()
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.write(bytes(10**7))
+        file.flush()
+        assert Path(file.name).stat().st_blocks * 512 >= 10**7
+        assert shared() == before
+
+
 def with_small_shm(megabytes: int) -> Result:
     """Run shared_memory.py over a /dev/shm of its own."""
     mount = f"mount -t tmpfs -o size={megabytes}m tmpfs /dev/shm"

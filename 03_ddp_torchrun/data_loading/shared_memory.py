@@ -5,8 +5,10 @@ Expect: workers x prefetch_factor x the bytes of a batch. Where /dev/shm has les
     a container by default, the error that a worker ends with.
 """
 
+import multiprocessing
 import os
 import time
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -29,19 +31,28 @@ class Images(Dataset):
         return 1000
 
 
-def shared_megabytes() -> tuple[float, float]:
-    """Return how much of /dev/shm is in use, and how much is free."""
-    state = os.statvfs("/dev/shm")
-    used, free = state.f_blocks - state.f_bfree, state.f_bavail
-    return used * state.f_frsize / 1e6, free * state.f_frsize / 1e6
+def shared_megabytes() -> float:
+    """Return how much of /dev/shm this process's workers hold, each file once.
+
+    The files have lost their names, so that they end with the last process that has
+    them open.
+    """
+    shared_disk, files = os.stat("/dev/shm").st_dev, dict[int, int]()
+    for worker in multiprocessing.active_children():
+        for opened in os.scandir(f"/proc/{worker.pid}/fd"):
+            with suppress(FileNotFoundError):  # closed since then
+                file = os.stat(opened.path)
+                if file.st_dev == shared_disk:
+                    files[file.st_ino] = file.st_blocks * 512
+    return sum(files.values()) / 1e6
 
 
 def wait_for(megabytes: float) -> float:
-    """Wait until /dev/shm holds so much, five seconds at most; return what it holds."""
+    """Wait until the workers hold so much, five seconds at most; return how much."""
     deadline = time.monotonic() + 5
-    while shared_megabytes()[0] < megabytes - 0.1 and time.monotonic() < deadline:
+    while shared_megabytes() < megabytes - 0.1 and time.monotonic() < deadline:
         time.sleep(0.05)
-    return shared_megabytes()[0]
+    return shared_megabytes()
 
 
 def main() -> None:
@@ -54,11 +65,12 @@ def main() -> None:
         Images(), BATCH_SIZE, num_workers=workers, prefetch_factor=PREFETCH_FACTOR
     )
     batch = BATCH_SIZE * Images()[0].nbytes / 1e6
-    needed, (before, free) = workers * PREFETCH_FACTOR * batch, shared_megabytes()
+    needed, disk = workers * PREFETCH_FACTOR * batch, os.statvfs("/dev/shm")
+    free = disk.f_bavail * disk.f_frsize / 1e6
     say = partial(print, flush=True)
     say(f"{workers} workers x {PREFETCH_FACTOR} batches x {batch:.1f} MB")
     batches = iter(loader)
-    held = wait_for(before + needed) - before
+    held = wait_for(needed)
     say(f"in /dev/shm: {held:.1f} MB")
     try:
         for _ in range(workers):
