@@ -385,7 +385,9 @@ def one_line(result: Result, text: str) -> None:
 @pytest.mark.parametrize("words", [[], ["--no-such"], ["nope", "slow_rank"], ["show"]])
 def test_unknown_name_lists_the_known_ones(words: list[str]) -> None:
     result = python(SHOW, *words)
-    one_line(result, f"show.py: [--stacks] NAME..., of {', '.join(sorted(MENDS))}\n")
+    wrong = "".join(f"there is no {word}; " for word in words if word not in MENDS)
+    assert bool(wrong) == bool(words)
+    one_line(result, f"show.py: {wrong}choose from {', '.join(sorted(MENDS))}\n")
 
 
 @pytest.mark.slow

@@ -482,7 +482,10 @@ def test_show_says_which_names_it_knows() -> None:
     result = python(f"{MISTAKES}/show.py", "unknown")
     names = sorted({way.partition(",")[0] for way in ENDS})
     assert result.returncode == 2
-    assert result.stderr == f"show.py: NAME..., of {', '.join(names)}\n"
+    assert (
+        result.stderr
+        == f"show.py: there is no unknown; choose from {', '.join(names)}\n"
+    )
 
 
 def test_mended_code_differs_in_one_line() -> None:

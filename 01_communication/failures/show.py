@@ -82,8 +82,9 @@ def main() -> None:
     files = sorted(Path(__file__).parent.glob("*.py"))
     known = {f.stem: f for f in files if re.search("^ +# WRONG:", f.read_text(), re.M)}
     names = list(dict.fromkeys(word for word in sys.argv[1:] if word != "--stacks"))
-    if not names or set(names) - set(known):
-        print(f"show.py: [--stacks] NAME..., of {', '.join(known)}", file=sys.stderr)
+    wrong = "".join(f"there is no {name}; " for name in names if name not in known)
+    if wrong or not names:
+        print(f"show.py: {wrong}choose from {', '.join(known)}", file=sys.stderr)
         sys.exit(2)
     # Ctrl-C waits until all have begun. The ranks inherit that, and end with this one.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

@@ -49,8 +49,9 @@ def main() -> None:
     files = sorted(Path(__file__).parent.glob("*.py"))
     known = {f.stem: f for f in files if re.search("^ +# WRONG:", f.read_text(), re.M)}
     names = list(dict.fromkeys(sys.argv[1:]))
-    if not names or set(names) - set(known):
-        print(f"show.py: NAME..., of {', '.join(known)}", file=sys.stderr)
+    wrong = "".join(f"there is no {name}; " for name in names if name not in known)
+    if wrong or not names:
+        print(f"show.py: {wrong}choose from {', '.join(known)}", file=sys.stderr)
         sys.exit(2)
     # Only once: each rank is a fork of this process. FSDP would import the third later.
     for module in ("fsdp", "checkpoint.state_dict"):

@@ -39,8 +39,9 @@ def main() -> None:
     """Run the named scripts in both ways; rank 0 prints what all of them print."""
     known = {name: FILES[name].read_text() for name in FILES if name != "show"}
     names = sys.argv[1:]
-    if not names or set(names) - set(known):
-        sys.exit(f"show.py: NAME..., of {', '.join(known)}")
+    wrong = "".join(f"there is no {name}; " for name in names if name not in known)
+    if wrong or not names:
+        sys.exit(f"show.py: {wrong}choose from {', '.join(known)}")
     dist.init_process_group("gloo")
     for name in names:
         for way, change in (("wrong", str), ("mended", mended)):

@@ -66,8 +66,9 @@ def main() -> None:
     """Run the named scripts; those that can be shown have a line marked as wrong."""
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     names = list(dict.fromkeys(sys.argv[1:]))
-    if not names or set(names) - set(SCRIPTS):
-        print(f"show.py: NAME..., of {', '.join(SCRIPTS)}", file=sys.stderr)
+    wrong = "".join(f"there is no {name}; " for name in names if name not in SCRIPTS)
+    if wrong or not names:
+        print(f"show.py: {wrong}choose from {', '.join(SCRIPTS)}", file=sys.stderr)
         sys.exit(2)
     # Only once: each rank is a fork of this process.
     for module in ("_dynamo", "distributed.nn", "distributed.device_mesh"):
