@@ -94,10 +94,8 @@ def main() -> None:
     ranks = {name: fork_ranks(known[name], sockets[name]) for name in names}
     # Calls wait in these sockets for the stores, whose threads must not be forked.
     hold = functools.partial(dist.TCPStore, is_master=True, wait_for_workers=False)
-    _held = [
-        hold(*one.getsockname(), master_listen_fd=one.detach())
-        for one in sockets.values()
-    ]
+    free = sockets.values()
+    _held = [hold(*one.getsockname(), master_listen_fd=one.detach()) for one in free]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     for name in names:
         print(f"--- {name}", flush=True)
