@@ -31,6 +31,8 @@ OPTIONS = SimpleNamespace(
     tokens=64,
 )
 ACCUMULATE = "bf16, fp32 accumulation"
+WAYS = {"bf16": {}, "fp32": {"precision": "fp32"}}
+WAYS[ACCUMULATE] = {"grad_accum_dtype": "fp32"}
 
 
 def module(name: str) -> ModuleType:
@@ -58,14 +60,12 @@ def set_up() -> torch.device:
     return device
 
 
-def count_all() -> dict[str, Any]:
-    """Count a step in all stages: in bf16, in fp32, with fp32 accumulation."""
+def count(*names: str) -> dict[str, Any]:
+    """Count a step in all stages, in each of WAYS that is named."""
     device, counted = set_up(), module("counted_step")
-    ways = {"bf16": {}, "fp32": {"precision": "fp32"}}
-    ways[ACCUMULATE] = {"grad_accum_dtype": "fp32"}
     found: dict[str, Any] = {}
-    for name, changes in ways.items():
-        options = SimpleNamespace(**{**vars(OPTIONS), **changes})
+    for name in names:
+        options = SimpleNamespace(**{**vars(OPTIONS), **WAYS[name]})
         exact = counted.warm_up(options.precision, WIDTH, device)
         stages = range(1 if name == ACCUMULATE else 0, 4)
         results = [counted.count_step(stage, device, options) for stage in stages]
@@ -135,8 +135,16 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="module")
 def counted(pool: WorkerPool) -> list[dict[str, Any]]:
-    """Return what each of RANKS ranks has counted."""
-    by_rank = pool.run(count_all, world_size=RANKS)
+    """Return what each of RANKS ranks has counted in bf16 and in fp32."""
+    by_rank = pool.run(count, "bf16", "fp32", world_size=RANKS)
+    assert len(by_rank) == RANKS
+    return by_rank
+
+
+@pytest.fixture(scope="module")
+def accumulated(pool: WorkerPool) -> list[dict[str, Any]]:
+    """Return what each of RANKS ranks has counted with fp32 accumulation."""
+    by_rank = pool.run(count, ACCUMULATE, world_size=RANKS)
     assert len(by_rank) == RANKS
     return by_rank
 
@@ -269,10 +277,13 @@ def test_every_rank_keeps_what_the_paper_says(counted: Any) -> None:
 
 
 @pytest.mark.slow
-def test_paper_and_what_deepspeed_adds_are_what_is_counted(counted: Any) -> None:
+def test_paper_and_what_deepspeed_adds_are_what_is_counted(
+    counted: Any, accumulated: Any
+) -> None:
     checked = 0
-    for found in counted:
-        for way in ("bf16", "fp32", ACCUMULATE):
+    for two, one in zip(counted, accumulated, strict=True):
+        found = two | one
+        for way in WAYS:
             is_right, text = found[f"{way}: right"]
             assert is_right, text
             assert " counts 0.0% from paper + adds (limit 1%), peaks 0.0% " in text
@@ -302,9 +313,9 @@ def test_deepspeed_keeps_master_weights_in_float32_too(counted: Any) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_accumulated_in_float32_take_more(counted: Any) -> None:
+def test_gradients_accumulated_in_float32_take_more(accumulated: Any) -> None:
     checked = 0
-    for found in counted:
+    for found in accumulated:
         # In stage 1 a buffer for all of them, beside what backward computes in bf16.
         gradients = bytes_of(found, ACCUMULATE, "gradients")
         assert gradients[0] == pytest.approx(2 + 4, rel=0.01)
@@ -422,7 +433,7 @@ def test_process_grows_by_what_is_counted(counted: Any) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_formula_holds_on_other_numbers_of_ranks(ranks: int) -> None:
     with WorkerPool(ranks) as workers:
-        by_rank = workers.run(count_all, world_size=ranks)
+        by_rank = workers.run(count, *WAYS, world_size=ranks)
     assert len(by_rank) == ranks
     for found in by_rank:
         ways = [key for key in found if key.endswith(": right")]
@@ -641,8 +652,18 @@ def test_whether_it_fits_is_decided_by_the_larger_peak() -> None:
     assert fit.fewest_ranks(job._replace(adam="single"), 2, step) == 4
 
 
-@pytest.mark.parametrize("way", ["bf16", "fp32", ACCUMULATE])
-def test_calculator_agrees_with_what_is_measured(counted: Any, way: str) -> None:
+@pytest.mark.parametrize(
+    ("fixture", "way"),
+    [
+        ("counted", "bf16"),
+        ("counted", "fp32"),
+        pytest.param("accumulated", ACCUMULATE, marks=pytest.mark.slow),
+    ],
+)
+def test_calculator_agrees_with_what_is_measured(
+    request: pytest.FixtureRequest, fixture: str, way: str
+) -> None:
+    counted: Any = request.getfixturevalue(fixture)
     fit, sized = module("will_it_fit"), module("sized_qwen")
     sizes = model_sizes()
     few = sized.buckets_for(sum(sizes), WIDTH)
