@@ -24,7 +24,6 @@ from roles import SERVER, names_of_roles, on_all_trainers, start_roles
 
 LR = 0.1
 LIMIT = 1e-3  # of the largest entry, after all steps: float32 in another order
-LATE = 0.005  # seconds by which the last trainer's steps are late
 
 
 def rows_now(weight: rpc.RRef, numbers: torch.Tensor) -> torch.Tensor:
@@ -32,8 +31,13 @@ def rows_now(weight: rpc.RRef, numbers: torch.Tensor) -> torch.Tensor:
     return weight.local_value().detach()[numbers]
 
 
-def run_steps(table: RemoteModule, batches: list[Batch], is_synchronous: bool) -> tuple:
-    """Take a step for each batch; return the losses, and the share of stale rows."""
+def run_steps(
+    table: RemoteModule, batches: list[Batch], is_synchronous: bool, late: float
+) -> tuple:
+    """Take a step for each batch; return the losses, and the share of stale rows.
+
+    The last trainer waits `late` ms before each of its steps.
+    """
     dense, (weight,) = DistributedDataParallel(dense_part()), table.remote_parameters()
     model = HybridModel(table, dense)
     parameters = [weight, *map(rpc.RRef, dense.parameters())]
@@ -51,7 +55,7 @@ def run_steps(table: RemoteModule, batches: list[Batch], is_synchronous: bool) -
             changed += int((now != before).any(dim=1).sum())
             seen += len(numbers)
             dist.barrier()  # for the count: nobody has taken this step yet
-            time.sleep(LATE if is_late else 0)
+            time.sleep(late / 1000 if is_late else 0)
             optimizer.step(context_id)
             if is_synchronous:
                 dist.barrier()  # all have stepped: the next lookup sees it all
@@ -59,7 +63,7 @@ def run_steps(table: RemoteModule, batches: list[Batch], is_synchronous: bool) -
     return losses, changed / seen
 
 
-def compare(tables: list[RemoteModule]) -> None:
+def compare(tables: list[RemoteModule], late: float) -> None:
     """Be a trainer: train for an epoch with barriers, without, and alone."""
     samples, trainers = classifier.load_samples()[0], dist.get_world_size()
     length = len(samples) // (16 * trainers)  # steps of an epoch
@@ -71,7 +75,8 @@ def compare(tables: list[RemoteModule]) -> None:
     losses = [classifier.train_in_one_process(alone, rounds, LR, trainers * LR)]
     stale = []
     for table, is_synchronous in zip(tables, (True, False), strict=True):
-        of_rank, share = run_steps(table, batches[dist.get_rank()], is_synchronous)
+        own = batches[dist.get_rank()]
+        of_rank, share = run_steps(table, own, is_synchronous, late)
         losses.append(torch.tensor(gather(of_rank)).mean(0).tolist())
         stale.append(sum(gather(share)) / trainers)
     say("            one process  synchronous  asynchronous")
@@ -81,7 +86,7 @@ def compare(tables: list[RemoteModule]) -> None:
     wanted = alone.get_parameter("table.weight").detach()
     end = tables[0].remote_parameters()[0].to_here().detach()
     error = ((end - wanted).abs().max() / wanted.abs().max()).item()
-    has_late = trainers > 1 and LATE > 0  # without one it is a matter of luck
+    has_late = trainers > 1 and late > 0  # without one it is a matter of luck
     is_right = error < LIMIT and stale[0] == 0 and (stale[1] > 0 or not has_late)
     claim = f"synchronous trainers end {error:.0e} from one process (limit {LIMIT:.0e})"
     check(is_right, claim)
@@ -90,9 +95,12 @@ def compare(tables: list[RemoteModule]) -> None:
 def be_master(options: Namespace) -> None:
     """Have the server make two equal tables, and the trainers use them."""
     tables = [RemoteModule(SERVER, Table, (ROWS, WIDTH, 0)) for _ in range(2)]
-    on_all_trainers(options.trainers, compare, tables)
+    on_all_trainers(options.trainers, compare, tables, options.late)
 
 
 if __name__ == "__main__":
-    options = read_options(trainers={"type": number(1, 16), "default": 2})
+    options = read_options(
+        trainers={"type": number(1, 16), "default": 2},
+        late={"type": number(0.0, 1e3), "default": 5.0, "help": "ms, the last trainer"},
+    )
     start_roles(names_of_roles(options.trainers), be_master, options)
