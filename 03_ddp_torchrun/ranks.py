@@ -99,7 +99,7 @@ def join(at_least: int = 1, at_most: int = 2**20, only_cpu: bool = False):
     """
     if not has_options and multiprocessing.parent_process() is None:
         read_options()
-    script, nproc = os.path.relpath(sys.argv[0]), max(2, at_least)
+    script, nproc = os.path.relpath(sys.argv[0]), min(max(2, at_least), at_most)
     start = f"start it with torchrun --nproc-per-node={nproc} {script}"
     if any(name not in os.environ for name in ENVIRONMENT):
         fail(start)

@@ -6,6 +6,7 @@ Expect: as many bytes as with all-reduces, fewer activations kept for backward, 
 """
 
 import copy
+import os
 from contextlib import nullcontext
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 
-from ranks import check, join, leave, say
+from ranks import check, fail, join, leave, say
 from sent_and_kept import Collectives, kept_for_backward
 from train import GPT, PLAN, GPTConfig, split_over_ranks
 
@@ -56,6 +57,8 @@ WAYS = {
 
 def main() -> None:
     """Run a step in three ways; compare bytes, memory and gradients."""
+    if GPTConfig().heads % int(os.environ.get("WORLD_SIZE", 1)):
+        fail(f"{GPTConfig().heads} heads take 2 or 4 ranks; type --nproc-per-node=2")
     device = join(at_least=2)
     n = dist.get_world_size()
     mesh = init_device_mesh(device.type, (n,))

@@ -118,6 +118,9 @@ def main(options: argparse.Namespace) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         config = GPTConfig(**{f.name: vars(options)[f.name] for f in SIZES})
+        if config.heads % world_size:
+            said = f"{world_size} ranks cannot share {config.heads} heads evenly"
+            raise ValueError(f"{said}; give --heads, or torchrun --nproc-per-node")
         train_set, held_out = data.load_sets(options)
         start = checkpoint.find_start(config, options, 1, len(train_set))
         if options.compile:  # tried on one number before the ranks meet

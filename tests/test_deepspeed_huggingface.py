@@ -85,9 +85,9 @@ def test_accelerate_gives_each_rank_its_samples_only_with_the_backend_named(
         r"^(.*?) +\| (\w+) in (\d) \S+ \| (\d+) samples, (\d+)", said, re.M
     )
     assert rows == [
-        ("as it comes", "DeepSpeedEngine", "1", "128", "64"),
-        ("cpu=True", "DistributedDataParallel", "2", "64", "64"),
-        ("backend named", "DeepSpeedEngine", "2", "64", "64"),
+        ("as it comes", "DeepSpeedEngine", "1", "96", "48"),
+        ("cpu=True", "DistributedDataParallel", "2", "48", "48"),
+        ("backend named", "DeepSpeedEngine", "2", "48", "48"),
     ]
 
 
@@ -101,8 +101,8 @@ def test_trainer_needs_use_cpu_on_a_cpu(zero_pools: Pools) -> None:
         r"^(\S+) +\| (\w+) in (\d) \S+ \| (\d+) samples, (\d+)", said, re.M
     )
     assert rows == [
-        ("use_cpu=False", "DeepSpeedEngine", "1", "128", "64"),
-        ("use_cpu=True", "DeepSpeedEngine", "2", "64", "64"),
+        ("use_cpu=False", "DeepSpeedEngine", "1", "96", "48"),
+        ("use_cpu=True", "DeepSpeedEngine", "2", "48", "48"),
     ]
 
 

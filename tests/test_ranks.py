@@ -159,7 +159,7 @@ def test_join_says_what_to_type() -> None:
     needs_four = refusal(call=lambda: RANKS.join(at_least=4), **TWO)
     assert needs_four == f"not with 2 rank(s); {START.format(4)}"
     at_most = refusal(call=lambda: RANKS.join(at_most=1), **TWO)
-    assert at_most == f"not with 2 rank(s); {START.format(2)}"
+    assert at_most == f"not with 2 rank(s); {START.format(1)}"
 
 
 def test_ranks_wait_five_minutes_for_each_other() -> None:

@@ -220,15 +220,37 @@ def test_vocabulary_is_split_exactly(worker_pool: WorkerPool, world_size: int) -
 # --- The whole GPT. ----------
 
 
-def test_gpt_by_hand_is_refused_to_ranks_that_cannot_share_its_heads(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+PAYS = load_chapter(f"{CHAPTER}/when_it_pays")
+TYPE_TWO = "ranks; type --nproc-per-node=2"
+
+
+def train_with_usual_options() -> None:
+    """Begin chapter 07's training run as its command line without options does."""
+    train.main(modules["ranks"].read_options(**train.OPTIONS))
+
+
+@pytest.mark.parametrize(
+    ("begin", "said"),
+    [
+        (by_hand.main, f"4 heads take 1, 2 or 4 {TYPE_TWO}"),
+        (modules["sequence_parallel"].main, f"4 heads take 2 or 4 {TYPE_TWO}"),
+        (PAYS["bytes_and_memory"].main, f"4 heads take 2 or 4 {TYPE_TWO}"),
+        (train_with_usual_options, "3 ranks cannot share 4 heads evenly; give --heads"),
+    ],
+)
+def test_ranks_that_cannot_share_the_heads_are_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    begin: Callable[[], None],
+    said: str,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr("sys.argv", ["lesson.py"])
     with pytest.raises(SystemExit) as ended:
-        by_hand.main()
-    assert ended.value.code == 2
-    said = "4 heads take 1, 2 or 4 ranks; type --nproc-per-node=2\n"
-    assert capsys.readouterr().err.endswith(said)
+        begin()
+    assert ended.value.code == 2 and not dist.is_initialized()
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"lesson.py: {said}") and errors.count("\n") == 1
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -5,12 +5,14 @@ Expect: for models of 1 and 2 blocks the megabytes of states, of activations and
     all-reduces; a `check:` that they are the formulas'.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel_gpt import GPT, GPTConfig, ParallelGPT
-from ranks import check, join, leave, say
+from ranks import check, fail, join, leave, say
 from sent_and_kept import Collectives, kept_for_backward
 from step_cost import data_parallel_bytes, tensor_parallel_bytes
 
@@ -28,6 +30,8 @@ def all_reduced_bytes(model: nn.Module, samples: Tensor) -> int:
 
 def main() -> None:
     """Count for two depths, hold that against the formulas, show what a block adds."""
+    if GPTConfig().heads % int(os.environ.get("WORLD_SIZE", 1)):
+        fail(f"{GPTConfig().heads} heads take 2 or 4 ranks; type --nproc-per-node=2")
     device = join(at_least=2)
     n, is_right = dist.get_world_size(), []
     samples = torch.randint(256, (B, T), generator=torch.Generator().manual_seed(0))
