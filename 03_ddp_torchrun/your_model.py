@@ -32,9 +32,9 @@ def sum_over_ranks(model):
 
 def main() -> None:
     """Ask twice, with three global batches."""
-    device = join(at_least=2)
+    device = join(at_least=2, at_most=6)
     with device:  # tensors are made there
-        batches = [(x, x.sin()) for x in torch.linspace(-3, 3, 72).view(3, 24, 1)]
+        batches = [(x, x.sin()) for x in torch.linspace(-3, 3, 180).view(3, 60, 1)]
         ways = nn.parallel.DistributedDataParallel, sum_over_ranks
         ddp, by_hand = (same_as_one_process(build, loss_of, w, batches) for w in ways)
     say(f"DDP | {ddp[1]}\nsum | {by_hand[1]}")

@@ -35,6 +35,7 @@ def same_as_one_process(
 
     Every rank calls this, and takes an equal part of each batch, a list of tensors, or
     its item of `shards`. No dropout. DDP averages no buffers: a running mean differs.
+    Raises ValueError where a batch has no equal parts.
     """
     model, rank, world_size = build(), dist.get_rank(), dist.get_world_size()
     alone, first, due, now = copy.deepcopy(model), {}, {}, {}
@@ -42,6 +43,8 @@ def same_as_one_process(
     for tensor in [*alone.parameters(), *alone.buffers()]:  # as rank 0 has built it
         dist.broadcast(values := tensor.detach().contiguous(), src=0)
         tensor.data.copy_(values)
+    if not shards and any(len(t) % world_size for batch in batches for t in batch):
+        raise ValueError(f"{world_size} ranks cannot share a batch evenly: use shards=")
     shards = shards or [[t.chunk(world_size)[rank] for t in b] for b in batches]
     right = states(alone, alone, batches, loss_of, plain_step, lr)
     ours = states(model, wrap(model), shards, loss_of, train_step, lr)

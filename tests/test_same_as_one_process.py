@@ -461,12 +461,42 @@ def test_ranks_other_than_0_and_1_are_compared(worker_pool: WorkerPool) -> None:
         assert not is_same and re.fullmatch(expected[name], line), f"{name}: {line}"
 
 
+def mean_output(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Return a loss that needs no labels."""
+    return model(*batch).mean()
+
+
+def uneven_batches() -> str:
+    """Say what three samples on two ranks raise; shards of them are compared."""
+    batch, own = [torch.ones(3, 1)], [torch.ones(2 - dist.get_rank(), 1)]
+    ask_about = partial(
+        LESSON.same_as_one_process,
+        build=lambda: nn.Linear(1, 1),
+        loss_of=mean_output,
+        wrap=DistributedDataParallel,
+        batches=[batch],
+    )
+    # All samples are alike, so that a mean of shards' means is the batch's.
+    is_same, line = ask_about(shards=[own])
+    assert is_same, line
+    with pytest.raises(ValueError, match="cannot share") as raised:
+        ask_about()
+    return str(raised.value)
+
+
+def test_a_batch_that_ranks_cannot_share_evenly_is_refused(
+    worker_pool: WorkerPool,
+) -> None:
+    said = worker_pool.run(uneven_batches)
+    assert said == ["2 ranks cannot share a batch evenly: use shards="] * 2
+
+
 # --- The file, which others are to carry away. ----------
 
 
 def test_it_is_short_and_needs_torch_alone() -> None:
     text = FILE.read_text()
-    assert len(text.splitlines()) <= 60
+    assert len(text.splitlines()) <= 64
     imported = re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE)
     assert imported == ["copy", "torch", "torch"]
 

@@ -79,10 +79,10 @@ def loss_and_error(ddp_model: DDP, batch: torch.Tensor) -> tuple[float, float]:
 def main() -> None:
     """Train with each hook, and compare what it sends and what comes of it."""
     steps = read_options(steps={"type": number(11, 500), "default": 20}).steps
-    device, is_right, rows = join(at_least=2), [], []
+    device, is_right, rows = join(at_least=2, at_most=6), [], []
     source = bytearray(Path(pydoc_data.topics.__file__).read_bytes())
     text = torch.frombuffer(source, dtype=torch.uint8).long().unfold(0, 65, 64)
-    unseen, text = text[:48].to(device), text[48:]
+    unseen, text = text[:60].to(device), text[60:]  # 2 to 6 ranks share 60 evenly
     say(f"{steps} steps each     kB sent  gradient off by   loss  against no hook")
     for name, (_, most_sent, most_off) in HOOKS.items():
         ddp_model, sent = train_with(name, text, steps, device)
