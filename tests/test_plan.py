@@ -393,6 +393,9 @@ def test_bytes_sent_are_those_of_chapters_01_06_and_07() -> None:
     assert sent["tensor"] == 2 * 40 * 4 * message * 2 * 3 / 4
     parameters = job.model.parameters() / 4
     assert sent["data"] == pytest.approx(2 * 2 * parameters * 3 / 4)
+    # Without sharding, an all-reduce of bf16 gradients: as much.
+    whole = step_time.sent_by_axis(job, layout._replace(sharding="none"))["data"]
+    assert whole == pytest.approx(2 * (2 * parameters) * 3 / 4)
     # FSDP gathers twice in bf16 and reduces in fp32, for each of the 2 micro-batches.
     sent = step_time.sent_by_axis(job, layout._replace(sharding="fsdp"))
     assert sent["data"] == pytest.approx(2 * (2 + 2 + 4) * parameters * 3 / 4)
@@ -422,6 +425,9 @@ def test_a_ring_leaves_a_host_once() -> None:
     assert rates["tensor"] == 300e9
     rates = step_time.rates(a_job(devices=8), jobs.Layout(8), computation.FITTED)
     assert rates["data"] == 300e9
+    # Four context ranks with four tensor ranks each: two of the four are in a host.
+    rates = step_time.rates(job, jobs.Layout(2, 4, 1, 4), computation.FITTED)
+    assert rates["context"] == 2 * 25e9
     # The next stage is on another host, unless one host has all ranks.
     for devices, rate in ((32, 25e9), (8, 300e9)):
         layout = jobs.Layout(devices // 4, 1, 4)
@@ -872,6 +878,28 @@ def test_mfu_is_useful_operations_over_the_peak_of_all_devices() -> None:
     operations = 1024 * 4096 * (6 * weights + 6 * 40 * d * 4096)
     assert mfu == pytest.approx(operations / seconds / (32 * 312e12), abs=0.006)
     assert 0.3 < mfu < 0.7
+
+
+def test_gigabytes_that_are_shown_are_of_a_billion_bytes() -> None:
+    shown = plan("--rows=9").output
+    plans = ranking.best_of_each_shape(ranking.rank_plans(a_job(batch=1024), {})[0])
+    first, second, *_ = plans[:9]
+    assert "\nllama2-13b: 13.02 billion parameters," in f"\n{shown}"
+    for name in ("activations", "optimizer", "weights"):
+        assert f"{name} {first.kinds[name] / 1e9:.2f}" in shown
+    for axis in ("tensor", "data"):
+        sent, seconds = first.cost.sent[axis] / 1e9, first.cost.sending[axis]
+        assert f"1, {axis}: sends {sent:,.1f} GB in {seconds:.2f} s" in shown
+    assert max(each.layout.pipeline for each in plans[:9]) > 1
+    rows = [line.split() for line in shown.splitlines()[4:13]]
+    for row, each in zip(rows, plans[:9], strict=True):
+        layout = each.layout
+        assert row[1:5] == [str(degree) for degree in layout[:4]]
+        assert row[8] == str(layout.pipeline * layout.interleaved)
+        assert row[9:11] == [f"{each.need / 1e9:.1f}", f"{each.cost.step:.2f}"]
+    slower = second.cost.step / first.cost.step - 1
+    how = "slower" if slower > 0 else "faster"
+    assert f"why not 2: {abs(slower):.1%} {how}" in shown
 
 
 def test_planner_imports_neither_torch_nor_numpy() -> None:
