@@ -391,6 +391,7 @@ def test_gloo_reduce_scatter_sends_as_much_as_an_all_reduce(
     assert len(results) == world_size
     for found in results:
         assert list(found) == list(times)
+        assert len(times) == 5
         for name in times:
             messages, sent = found[name]
             assert messages == [3_000_000]

@@ -228,6 +228,7 @@ def test_clusters_are_nvidias_datasheets() -> None:
     }
     units = {"memory": 1, "flops": 1e12, "hbm": 1e9, "inside": 1e9, "between": 1e9}
     assert list(jobs.CLUSTERS) == list(sheets)
+    assert len(sheets) == 3
     for name, sheet in sheets.items():
         values = jobs.CLUSTERS[name]
         found = [values[key] / unit for key, unit in units.items()]
@@ -892,6 +893,7 @@ def test_gigabytes_that_are_shown_are_of_a_billion_bytes() -> None:
         assert f"1, {axis}: sends {sent:,.1f} GB in {seconds:.2f} s" in shown
     assert max(each.layout.pipeline for each in plans[:9]) > 1
     rows = [line.split() for line in shown.splitlines()[4:13]]
+    assert len(rows) == 9
     for row, each in zip(rows, plans[:9], strict=True):
         layout = each.layout
         assert row[1:5] == [str(degree) for degree in layout[:4]]

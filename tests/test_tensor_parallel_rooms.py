@@ -500,6 +500,7 @@ def test_megabytes_of_a_rank_follow_from_the_shapes(worker_pool: WorkerPool) -> 
             "data-parallel": [16e-6 * whole, kept / 2, 4e-6 * whole],
             "tensor-parallel": [16e-6 * split, found["tensor-parallel", n][1], sums],
         }
+        assert len(expected) == 3
         for way, values in expected.items():
             assert found[way, n] == pytest.approx(values, rel=0.01, abs=0.005), way
     # Of a block's 16 the norms' inputs and outputs are whole on each of two ranks.
