@@ -1,6 +1,7 @@
 """Chapter 03: what synchronisation costs, and the model held against unseen ranks."""
 
 import copy
+import itertools
 import json
 import os
 import random
@@ -172,6 +173,41 @@ def test_predictions_are_held_against_three_and_four_ranks(
     assert inside == [True] * 3
 
 
+def test_predictions_are_shown_in_their_units(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = run_predict(tmp_path / "times.json", {"a": cases_of(LINK)}, capsys)
+    lines = said.splitlines()
+    # 0.0003 seconds and 11.6 million bytes a second, of 8 bits each.
+    both = "latency 0.30 (0.30 to 0.30) ms, bandwidth 92.8 (92.8 to 92.8) Mbit/s"
+    assert lines[0] == f"a: {both}"
+    assert lines[1].endswith(" says latency 0.30 (0.30 to 0.30) ms")
+    # Thakur et al.: on 3 ranks 4 messages, each a third of a million bytes.
+    # The latency is that of the smallest messages, which have 50 bytes.
+    latency = 0.0003 + 50 / 11.6e6
+    ms = [1e3 * 4 * (a + 1_000_000 / 3 / 11.6e6) for a in (0.0003, latency)]
+    shown = f"1,000,000 bytes       3{ms[0]:14.1f}  {ms[1]:.1f} ("
+    assert lines[4].startswith(shown)
+    # Efficiency: 0.09 seconds of computation, of that and of 2 (n - 1) messages.
+    shares = []
+    for n in (8, 64, 1024):
+        message = latency + 1_774_592 / n / 11.6e6
+        shares.append(f"{100 * 0.09 / (0.09 + 2 * (n - 1) * message):.0f}")
+    assert lines[17].startswith("one bucket: efficiency ")
+    assert re.findall(r"(\d+) \(", lines[17]) == shares
+
+
+def test_nine_draws_of_ten_are_in_an_interval() -> None:
+    drawn = list(range(PREDICT.DRAWS))
+    random.Random(2).shuffle(drawn)
+    each = [{("x", 1): float(value)} for value in drawn]
+    with mock.patch.object(PREDICT, "predict", side_effect=each):
+        ((low, high),) = PREDICT.intervals([{"measured": [1.0] * 3}]).values()
+    inside = sum(low <= value <= high for value in drawn)
+    assert inside / PREDICT.DRAWS == pytest.approx(0.9, abs=0.01)
+    assert low == pytest.approx(PREDICT.DRAWS - high, abs=1)
+
+
 @pytest.mark.parametrize(
     ("way", "ranks", "factor", "is_right"),
     [
@@ -274,6 +310,20 @@ def test_scaling_notes_all_cases(worker_pool: WorkerPool, tmp_path: Path) -> Non
     assert PREDICT.predict(cases, [0])["one bucket", 3] > 0
 
 
+def scaling_with_known_times() -> str:
+    """Be a rank of scaling.py that has measured a quarter and half of a second."""
+    case = {"way": "one bucket", "ranks": 2, "samples": 4}
+    case |= {"compute": [0.25], "measured": [0.5]}
+    with mock.patch.object(SCALING, "measure_all", lambda *_: ([case], [0.0])):
+        return run_lesson(PLACE, "scaling")
+
+
+def test_scaling_shows_milliseconds(worker_pool: WorkerPool) -> None:
+    (said, _) = worker_pool.run(scaling_with_known_times)
+    (row,) = re.findall(r"^one bucket (.*)$", said, re.M)
+    assert row.split() == ["2", "4", "250.0", "500.0"]
+
+
 def sum_in_place_of_mean(*arguments: str) -> None:
     """Be a rank of scaling.py in which a step's gradients are summed."""
     right = dist.all_reduce
@@ -322,6 +372,41 @@ def test_a_link_takes_its_bytes_over_its_rate() -> None:
     assert seconds(1448, "") == 0
 
 
+def hold_against_a_link(factor: float) -> tuple[Any, str]:
+    """Let slow_link.py hold what a link of 1 Mbit/s did against its own formulas."""
+    # A ring of two sends the gradient once. Four micro-batches share one message.
+    count = {"float32": (1, 4), "bfloat16": (1, 2), "accumulation": (4, 4)}
+    found = {}
+    for way, (micro_batches, nbytes) in count.items():
+        sent = 2 * (2 - 1) / 2 * NUMBERS * nbytes
+        seconds = sent * 1514 / 1448 * 8 / 1e6 / micro_batches
+        found[way] = [0.04, 0.04 + seconds * factor, sent * factor]
+    link = {"LAB_HOST": "0", "LAB_LINK_RATE": "1mbit", "GROUP_WORLD_SIZE": "2"}
+    with (
+        mock.patch.dict(os.environ, link),
+        mock.patch.object(SLOW_LINK, "measure_ways", return_value=found),
+    ):
+        try:
+            return 0, run_lesson(PLACE, "slow_link", "--samples=2")
+        except SystemExit as end:
+            return end.code, ""
+
+
+def test_bytes_of_a_slow_link_are_a_rings(worker_pool: WorkerPool) -> None:
+    (code, said), (other, _) = worker_pool.run(hold_against_a_link, 1.0)
+    assert (code, other) == (0, 0)
+    rows = re.findall(r"^(\w+) +([\d.]+) +(\d+) +(\d+) +(\d+)$", said, re.M)
+    assert [row[:2] for row in rows] == [
+        ("float32", "1.775"),
+        ("bfloat16", "0.887"),
+        ("accumulation", "1.775"),
+    ]
+    assert [row[3] == row[4] and row[2] == "40" for row in rows] == [True] * 3
+    for factor in (0.5, 2.0):
+        ends = worker_pool.run(hold_against_a_link, factor)
+        assert [code for code, _ in ends] == [1, 1]
+
+
 def test_a_slower_link_is_not_predicted_to_scale_further() -> None:
     # A line through the large messages has a latency below zero, whose clamped zero
     # once made 1024 ranks on the slowest link the fastest.
@@ -360,6 +445,31 @@ def test_speed_compares_four_ways(worker_pool: WorkerPool) -> None:
     assert rows[0][2:] == ["1.00", "1.00"]
     assert sum(float(one) > 0 for row in rows for one in row[2:]) == 8
     assert lines[5].startswith("check: 2 ways of DDP give the mean")
+
+
+def speed_with_known_times() -> str:
+    """Be a rank of speed.py: the slower, the higher its rank and the later the way."""
+    calls = itertools.count()
+
+    def timed(_: object) -> tuple[float, float]:
+        seconds = 2.0 ** (next(calls) % 4)
+        return seconds * (1 + dist.get_rank()), 3 * seconds
+
+    with mock.patch.object(SPEED, "timed", timed):
+        return run_lesson(PLACE, "speed", "--steps=1", "--batch-size=2")
+
+
+def test_speed_is_of_all_ranks_and_waits_for_the_slowest(
+    worker_pool: WorkerPool,
+) -> None:
+    (said, _) = worker_pool.run(speed_with_known_times)
+    rows = [re.split(r"  +", line)[1:] for line in said.splitlines()[1:5]]
+    tokens = 2 * 2 * 128  # of two ranks with two samples each
+    # Without synchronisation the mean of 1 and 2 seconds; else the slower one's time.
+    seconds = [1.5, 2 * 2, 2 * 4, 2 * 8]
+    assert [row[0] for row in rows] == [f"{tokens / each:,.0f}" for each in seconds]
+    assert [row[1] for row in rows] == [f"{1.5 / each:.2f}" for each in seconds]
+    assert [row[2] for row in rows] == ["1.00", "0.50", "0.25", "0.12"]
 
 
 def speed_without_ddp() -> None:

@@ -78,6 +78,58 @@ def test_deepspeed_sends_3_where_the_paper_sends_2(
     assert said[0].endswith(f"check: on {ranks} ranks {agree}\n")
 
 
+def test_volume_is_the_papers_and_what_deepspeed_adds_to_it() -> None:
+    module = load_chapter(ROOM)["communication_volume"]
+    # Rajbhandari et al., 2020, section 7: an all-reduce is 1 + 1. Stages 1 and 2 reduce
+    # to the owner and gather new weights, 1 + 1; stage 3 gathers twice, and reduces.
+    assert module.PAPER == (1 + 1, 1 + 1, 1 + 1, 1 + 1 + 1)
+    with torch.device("meta"):
+        config = module.Qwen2Config(**module.MODEL, tie_word_embeddings=True)
+        model = module.Qwen2ForCausalLM(config)
+    sizes = [p.numel() for p in model.parameters()]
+    matrices = 2 * 512 * 512 + 2 * 512 * 256 + 3 * 512 * 1536
+    embedding, small = 256 * 512, 2 * (512 + 2 * 256 + 2 * 512) + 512  # biases, norms
+    total = 2 * matrices + embedding + small
+    assert (sizes[0], sum(sizes)) == (embedding, total) == (131_072, 6_427_136)
+    pairs = itertools.product(module.VARIANTS[:-1], (1, 2))
+    found = [module.volume(stage, bool(own), m, sizes) for (stage, own), m in pairs]
+    assert found == NEEDED and len(found) == 10
+    # Each micro-batch gathers all matrices twice, the embedding for both of its uses,
+    # and reduces all gradients; norms and biases are gathered once a step.
+    assert module.VARIANTS[-1] == (3, {})
+    for m in (1, 2):
+        sent = m * (2 * (2 * matrices + 2 * embedding) + total) + small
+        assert module.volume(3, False, m, sizes) == pytest.approx(sent / total)
+
+
+def test_what_deepspeeds_logger_counts_is_the_whole_message() -> None:
+    from deepspeed.comm.comm import comms_logger
+
+    traffic = load_chapter(ROOM)["traffic"]
+    # By name and bytes: how many calls, and latencies. Of an all-gather DeepSpeed notes
+    # what one of three ranks gives.
+    raw = {
+        "all_reduce": {400: [2, []], 40: [1, []]},
+        "all_gather_into_tensor": {100: [3, []]},
+        "reduce_scatter_tensor": {300: [5, []]},
+    }
+    with (
+        mock.patch.object(comms_logger, "get_raw_data", return_value=raw),
+        mock.patch.object(comms_logger, "reset_data"),
+        mock.patch.object(dist, "get_world_size", return_value=3),
+    ):
+        found = traffic.logged_calls()
+    assert found == {
+        "all_reduce": (3, 840),
+        "all_gather": (3, 3 * 3 * 100),
+        "reduce_scatter": (5, 1500),
+    }
+    # An all-reduce counts as 2, the others as 1; gloo sends a reduce-scatter twice.
+    needs = 2 * 840 + 900 + 1500
+    assert traffic.bytes_due(found, 3, by_gloo=True) == needs + 1500
+    assert traffic.bytes_due(found, 3) == needs
+
+
 def order_in_backward(stage: int) -> list[str]:
     """List this rank's gradients and reductions in the order of one backward pass."""
     forget_earlier_group()
@@ -307,6 +359,7 @@ def count_collectives() -> dict[str, tuple[list[int], int]]:
         "all_gather": lambda: dist.all_gather_single(message, shard),
         "reduce_scatter": lambda: dist.reduce_scatter_single(shard, message),
         "reduce": lambda: dist.reduce(message, dst=0),
+        "broadcast": lambda: dist.broadcast(message, src=0),
     }
     found = {}
     for name, call in calls.items():
@@ -324,13 +377,15 @@ def test_gloo_reduce_scatter_sends_as_much_as_an_all_reduce(
     worker_pool: WorkerPool, world_size: int
 ) -> None:
     times: dict[str, float] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 2}
-    times["reduce"] = 1 + 1 / world_size
+    times |= {"reduce": 1 + 1 / world_size, "broadcast": 1}
     by_gloo = load_chapter(ROOM)["traffic"].times_sent_by_gloo
     assert {name: by_gloo(name, world_size) for name in times} == times
     results = worker_pool.run(count_collectives, world_size=world_size)
     assert len(results) == world_size
     for found in results:
-        for name in ("all_reduce", "all_gather", "reduce_scatter", "reduce"):
+        assert list(found) == list(times)
+        assert len(times) == 5
+        for name in times:
             messages, sent = found[name]
             assert messages == [3_000_000]
             once = (world_size - 1) * 3_000_000

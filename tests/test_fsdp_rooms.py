@@ -137,6 +137,48 @@ BY_DEEPSPEED = {
 }
 
 
+def test_what_each_way_is_to_keep_follows_from_what_it_shards() -> None:
+    # In fp32: 4 bytes of a weight, 4 of its gradient, 8 of Adam's moments (ZeRO paper,
+    # section 3.1). From stage 1 on DeepSpeed keeps 4 of a master weight as well, and
+    # stage 3 a bucket of a quarter of the values.
+    kept = {name.strip(): way.kept for name, way in script(TABLE, "ways").WAYS.items()}
+    for n in (2, 4):
+        whole = dict.fromkeys(["DDP", "DeepSpeed, stage 0"], 4 + 4 + 8)
+        whole |= {"ZeRO 1 by hand": 4 + 4 + 8 / n, "ZeRO 2 by hand": 4 + (4 + 8) / n}
+        shards = [*list(KEPT)[5:], "ZeRO 3 by hand"]
+        whole |= dict.fromkeys(shards, (4 + 4 + 8) / n)
+        whole |= {"2 replicas (HSDP)": (4 + 4 + 8) / (n / 2)}
+        for stage in (1, 2):
+            whole[f"DeepSpeed, stage {stage}"] = 4 + (4 + 4 + 8) / n
+        whole["DeepSpeed, stage 3"] = (4 + 4 + 4 + 8) / n + 4 / 4
+        assert {name: each(n) for name, each in kept.items()} == whole
+        assert len(whole) == 14
+
+
+def calls_of_each_kind() -> list[tuple[str, int, float]]:
+    """Log three collectives of 48 float32; return kinds, bytes, and bytes sent."""
+    n = dist.get_world_size()
+    whole, shard = torch.ones(48), torch.ones(48 // n)
+    with script(TABLE, "counters").CollectiveLog() as log:
+        dist.all_gather_single(whole, shard)
+        dist.reduce_scatter_single(shard, whole)
+        dist.all_reduce(whole)
+    return [(call.name, call.nbytes, call.sent) for call in log.calls]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_call_sends_what_a_ring_sends(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    # n - 1 messages of an n-th each; an all-reduce is both of the others (Thakur,
+    # Rabenseifner and Gropp, 2005, section 4.4).
+    once = (world_size - 1) * 4 * 48 / world_size
+    due = [("all-gather", once), ("reduce-scatter", once), ("all-reduce", 2 * once)]
+    found = worker_pool.run(calls_of_each_kind, world_size=world_size)
+    expected = [(name, 4 * 48, pytest.approx(sent)) for name, sent in due]
+    assert found == [expected] * world_size
+
+
 @pytest.fixture(scope="module")
 def table(worker_pool: WorkerPool) -> dict[str, Row]:
     """Run all ways but DeepSpeed's on two ranks, once for all tests."""

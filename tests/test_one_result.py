@@ -1,6 +1,7 @@
 """Chapter 09: the comparison behind one_result.py, and that it finds what is wrong."""
 
 import contextlib
+import inspect
 import json
 import math
 import os
@@ -234,6 +235,36 @@ def test_a_mistake_has_to_be_found_and_hidden_where_the_page_says(number: int) -
     runs[table.usual(name)] = wrong
     shows = [f"{table.usual(name)}: it shows"] if "sum" in name else []
     assert faults(runs) == shows
+
+
+def test_a_mistake_is_found_by_a_hundred_limits_and_hidden_below_its_hundredth() -> (
+    None
+):
+    table, name = module("table_of_ways"), "gradients: a sum over ranks"
+
+    def told(off: float, hidden: float) -> list[str]:
+        runs = invented_runs()
+        for one, more in ((name, off), (table.usual(name), hidden)):
+            losses = [5.5, 4.0 + more, 3.0]
+            runs[one] = [run._replace(losses=losses) for run in runs[one]]
+        return faults(runs)
+
+    # The limit is 1e-5: at 1e-3 the picture draws a mistake far above it.
+    assert told(1.1e-3, 0) == []
+    assert told(0.9e-3, 0) == [f"{name}: nobody would notice"]
+    assert told(0.1, 0.9e-3) == []
+    assert told(0.1, 1.1e-3) == [f"{table.usual(name)}: it shows"]
+
+
+def test_settings_are_those_that_the_page_names() -> None:
+    training = module("training")
+    usual = inspect.signature(torch.optim.AdamW).parameters["eps"].default
+    assert training.USUAL_EPS == usual == 1e-8
+    assert training.EPS == training.SETTINGS["eps"] == 1e-3
+    assert (training.SAMPLES, training.STEPS) == (16, 12)
+    page = " ".join((ROOT / ROOM / "README.md").read_text("utf-8").split())
+    assert "on the same 16 samples in each of 12 steps, by AdamW" in page
+    assert "AdamW in float32 with an `eps` of 1e-3" in page
 
 
 def test_words_choose_ways() -> None:

@@ -293,6 +293,28 @@ def test_a_storage_counts_once_and_a_weight_never() -> None:
     assert (saved.now, saved.peak) == (0, 4 * 4)
 
 
+def peaks_of_1f1b() -> list[int]:
+    """Return the bytes that each of two real stages keeps by 1F1B."""
+    real = script(BUBBLE, "two_real_stages")
+    samples = real.MICRO_BATCHES * real.MICRO_BATCH_SIZE
+    tokens = torch.zeros(samples, real.CONFIG.block_size + 1, dtype=torch.int64)
+    return real.run_real(real.BY_HAND["one_f_one_b.py"], tokens)[1]
+
+
+def test_kept_bytes_follow_from_the_shapes(worker_pool: WorkerPool) -> None:
+    tokens, width, vocabulary, heads = 4 * 128, 256, 256, 4  # of a micro-batch
+    activation = 4 * tokens * width
+    # Input and output of two norms, query, key, value, attention, 4 D before gelu and
+    # after; in fp32 mean and deviation of each norm, and a logarithm for each head.
+    block = (4 + 4 + 8) * activation + 4 * tokens * (2 * 2 + heads)
+    head = 2 * activation + 4 * tokens * (2 + vocabulary)  # norm, log-probabilities
+    positions, labels = 8 * 128, 8 * tokens + 4  # int64, and how many labels count
+    peaks = worker_pool.run(peaks_of_1f1b)
+    assert peaks[0] == peaks[1]
+    expected = [2 * (2 * block + positions), 2 * block + head + labels]
+    assert peaks[0] == pytest.approx(expected, rel=1e-3)
+
+
 def shown_bytes() -> tuple[Any, str]:
     """Let two_real_stages.py show peaks that are known."""
     real = script(BUBBLE, "two_real_stages")
@@ -467,7 +489,13 @@ def test_bytes_of_three_ways_and_where_they_cross(worker_pool: WorkerPool) -> No
         assert [code for code, _ in ends] == [0, 0], ends
         found = re.findall(r"^(\w+) +\| a rank sends +([\d.]+) MB", ends[0][1], re.M)
         sent[samples] = {way: float(megabytes) for way, megabytes in found}
-        assert list(sent[samples]) == ["data", "tensor", "pipeline"]
+        # In fp32: all gradients once; four all-reduces of (B, T, D) in each of two
+        # blocks; the activations between two stages.
+        activations = 4 * samples * 16 * 32
+        due = {"data": 4 * 41_792, "tensor": 4 * 2 * activations}
+        due["pipeline"] = activations
+        shown = {way: float(f"{nbytes / 1e6:.2f}") for way, nbytes in due.items()}
+        assert sent[samples] == shown
     assert min(sent[8], key=sent[8].__getitem__) == "pipeline"
     assert min(sent[128], key=sent[128].__getitem__) == "data"
 

@@ -8,9 +8,11 @@ import csv
 import math
 import random
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from launch import ROOT, python
 from scripts import load_chapter
@@ -86,8 +88,10 @@ def test_parameter_counts_of_llamas_are_the_published_ones() -> None:
     # The sums of the shapes in the checkpoints' indices on the Hugging Face hub.
     assert models.MODELS["llama3-8b"].parameters() == 8_030_261_248
     assert models.MODELS["llama3-70b"].parameters() == 70_553_706_496
+    assert models.MODELS["llama3-405b"].parameters() == 405_853_388_800
     assert models.MODELS["llama2-7b"].parameters() == 6_738_415_616
     assert models.MODELS["llama2-13b"].parameters() == 13_015_864_320
+    assert models.MODELS["llama2-70b"].parameters() == 68_976_648_192
 
 
 def test_peaks_are_within_15_percent() -> None:
@@ -144,6 +148,8 @@ def test_the_memory_model_misses_llama_3() -> None:
         # 8 blocks, 16 micro-batches in flight, two gathered inputs of bf16.
         inputs = 2 * 2 * 16384 * 8192 * 8 * 16 * memory.ALLOCATOR
         assert need - inputs == pytest.approx(85e9, rel=0.01)
+        told = published_runs.predicted_with_inputs(job, layout)
+        assert told == pytest.approx((need / 1e9, (need - inputs) / 1e9))
 
 
 def test_assumptions_made_with_all_rows_in_view_matter() -> None:
@@ -212,6 +218,23 @@ def test_constants_are_those_of_their_sources() -> None:
     assert published_runs.A100["inside"] == 600e9 / 2
 
 
+def test_clusters_are_nvidias_datasheets() -> None:
+    # SXM modules: gigabytes, dense bf16 TFLOP/s, and GB/s of memory, of NVLink (600 and
+    # 900 are both directions together) and of a network link of 200 or 400 Gb/s.
+    sheets = {
+        "a100-40": (40, 312, 1555, 600 / 2, 200 / 8),
+        "a100-80": (80, 312, 2039, 600 / 2, 200 / 8),
+        "h100": (80, 989, 3350, 900 / 2, 400 / 8),
+    }
+    units = {"memory": 1, "flops": 1e12, "hbm": 1e9, "inside": 1e9, "between": 1e9}
+    assert list(jobs.CLUSTERS) == list(sheets)
+    assert len(sheets) == 3
+    for name, sheet in sheets.items():
+        values = jobs.CLUSTERS[name]
+        found = [values[key] / unit for key, unit in units.items()]
+        assert found == pytest.approx(sheet), name
+
+
 def test_kept_activations_of_a_gpt_are_korthikantis() -> None:
     # Table 2 of 2205.05198: bytes of a layer over s b h, at h = 12288, a = 96.
     job = a_job(sequence=2048)
@@ -239,6 +262,51 @@ def test_temporaries_are_gathered_weights_and_the_loss_or_a_block_s_gradients() 
     ):
         kinds = memory.peak_bytes(job._replace(sequence=tokens), layout)
         assert kinds["temporaries"] == pytest.approx(gathered + more, rel=1e-9), tokens
+
+
+def most_in_flight(rank: int, p: int, v: int, m: int) -> float:
+    """Count by PyTorch's interleaved schedule; of v stages one is a v-th of a rank."""
+    sizes = {"n_local_stages": v, "pp_group_size": p, "microbatches_per_round": p}
+    schedule = SimpleNamespace(**sizes, _n_microbatches=m)
+    order = ScheduleInterleaved1F1B._calculate_single_rank_operations
+    now = most = 0
+    for action in order(schedule, rank):  # type: ignore[arg-type]
+        if action is not None:
+            now += 1 if action.computation_type.name == "FORWARD" else -1
+            most = max(most, now)
+    return most / v
+
+
+@pytest.mark.parametrize(("p", "v"), [(2, 2), (2, 4), (4, 1), (4, 2), (4, 4)])
+def test_ends_of_a_pipeline_keep_as_many_micro_batches_as_pytorchs(
+    p: int, v: int
+) -> None:
+    # Chapter 08 counts 5.5 on the first of four ranks with two stages, 2.5 on the last.
+    job, m = a_job("llama3-8b", devices=p, batch=64), 64
+    layout = jobs.Layout(1, 1, p, sharding="none", interleaved=v)
+    kept = 32 / p * 4096 * memory.kept_by_block(job, "none", 1)
+    ends = [memory.stage_bytes(job, layout, is_last) for is_last in (False, True)]
+    found = [end["activations"] / kept for end in ends]
+    expected = [most_in_flight(rank, p, v, m) for rank in (0, p - 1)]
+    if v == 1:  # not interleaved, nobody waits for a second round
+        expected = [p, 1]
+    assert found == pytest.approx(expected)
+
+
+def test_ends_of_a_pipeline_hold_the_embedding_and_the_head() -> None:
+    job, layout = a_job("llama3-8b", 4), jobs.Layout(1, 1, 4, sharding="none")
+    first, last = (memory.stage_bytes(job, layout, end) for end in (False, True))
+    block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+    embedding = 128_256 * 4096  # and a last norm before the head
+    assert first["weights"] == 2 * (8 * block + embedding)
+    assert last["weights"] == 2 * (8 * block + embedding + 4096)
+    # What is recomputed is one block, whole; the last stage has no logits meanwhile.
+    for how in ("selective", "full"):
+        kinds = memory.stage_bytes(job, layout._replace(recompute=how), False)
+        whole = 4096 * memory.kept_by_block(job, "none", 1)
+        assert kinds["temporaries"] == whole
+    assert first["temporaries"] == 0
+    assert last["temporaries"] == 4096 * (3 * 4 * 128_256 + 2 * 4096)
 
 
 def test_kept_activations_of_a_llama_are_its_tensors() -> None:
@@ -294,6 +362,18 @@ def test_matrix_products_are_6_operations_a_weight_and_8_if_recomputed() -> None
     assert seconds_of(slow, layout)["attention"] == 2 * seconds["attention"]
 
 
+def test_a_gpt_computes_all_scores_twice_in_backward_and_again() -> None:
+    # Narayanan et al., appendix: 4 B s^2 h operations forward, twice that in backward,
+    # and forward again if activations are recomputed.
+    gpt = models.Model(2, 4096, 32, 32, 4 * 4096, 51200, is_gpt=True)
+    job = a_job(devices=1, sequence=2048)._replace(model=gpt)
+    forward = 2 * 4 * 2048**2 * 4096 / (312e12 * computation.FITTED.products)
+    for how, times in (("none", 1 + 2), ("selective", 1 + 3), ("full", 1 + 3)):
+        layout = jobs.Layout(1, sharding="none", recompute=how)
+        seconds = seconds_of(job, layout)["attention"]
+        assert seconds == pytest.approx(times * forward), how
+
+
 def test_selective_recomputes_every_second_product_and_no_attention() -> None:
     job, layout = a_job("llama3-8b", devices=1), jobs.Layout(1, sharding="none")
     none, selective = (
@@ -314,6 +394,9 @@ def test_bytes_sent_are_those_of_chapters_01_06_and_07() -> None:
     assert sent["tensor"] == 2 * 40 * 4 * message * 2 * 3 / 4
     parameters = job.model.parameters() / 4
     assert sent["data"] == pytest.approx(2 * 2 * parameters * 3 / 4)
+    # Without sharding, an all-reduce of bf16 gradients: as much.
+    whole = step_time.sent_by_axis(job, layout._replace(sharding="none"))["data"]
+    assert whole == pytest.approx(2 * (2 * parameters) * 3 / 4)
     # FSDP gathers twice in bf16 and reduces in fp32, for each of the 2 micro-batches.
     sent = step_time.sent_by_axis(job, layout._replace(sharding="fsdp"))
     assert sent["data"] == pytest.approx(2 * (2 + 2 + 4) * parameters * 3 / 4)
@@ -343,6 +426,14 @@ def test_a_ring_leaves_a_host_once() -> None:
     assert rates["tensor"] == 300e9
     rates = step_time.rates(a_job(devices=8), jobs.Layout(8), computation.FITTED)
     assert rates["data"] == 300e9
+    # Four context ranks with four tensor ranks each: two of the four are in a host.
+    rates = step_time.rates(job, jobs.Layout(2, 4, 1, 4), computation.FITTED)
+    assert rates["context"] == 2 * 25e9
+    # The next stage is on another host, unless one host has all ranks.
+    for devices, rate in ((32, 25e9), (8, 300e9)):
+        layout = jobs.Layout(devices // 4, 1, 4)
+        rates = step_time.rates(a_job(devices=devices), layout, computation.FITTED)
+        assert rates["pipeline"] == rate
 
 
 def test_communication_hides_behind_computation_only_where_it_can() -> None:
@@ -490,10 +581,20 @@ def test_logits_and_adam_move_their_bytes() -> None:
     seconds = seconds_of(job, layout)["element-wise"]
     moved = 4096 * (blocks + 32000 * (forward + backward))
     assert seconds * 1e12 == pytest.approx(moved)
+    passes = computation.computation(job, layout, computation.FITTED)
+    found = [one["element-wise"] * 1e12 / 4096 for one in passes]
+    blocks /= 3
+    expected = [blocks + 32000 * forward, 2 * blocks + 32000 * backward]
+    assert found == pytest.approx(expected)
     # Weight, gradient, two moments read; weight and moments written, and bf16.
     adam = step_time.step_cost(job, layout).seconds["optimizer"]
     moved = (4 * 4 + 3 * 4 + 2) * job.model.parameters()
     assert adam * 1e12 == pytest.approx(moved)
+    # Each rank of a pipeline, of a tensor group and of ZeRO steps its own part.
+    job = a_job(devices=16, batch=16, cluster={"hbm": 1e12})
+    layout = jobs.Layout(2, 2, 4, sharding="zero-1")
+    adam = step_time.step_cost(job, layout).seconds["optimizer"]
+    assert adam * 1e12 == pytest.approx(moved / 16)
 
 
 def test_kv_heads_stay_whole() -> None:
@@ -767,6 +868,40 @@ def test_a_batch_that_excludes_data_ranks_is_pointed_out() -> None:
     assert hint in plan("--devices=30").output
     assert "--batch=" not in plan("--devices=30", "--batch=1020").output
     assert "--batch=" not in plan("--devices=32").output
+
+
+def test_mfu_is_useful_operations_over_the_peak_of_all_devices() -> None:
+    # Chowdhery et al., PaLM, appendix B: 6 for each weight, 12 L D T for attention; of
+    # that the causal mask leaves a half. Nothing counts for recomputation.
+    row = plan("--rows=1", "--recompute=full").output.splitlines()[4]
+    seconds, mfu = float(row.split()[-2]), float(row.split()[-1].strip("%")) / 100
+    d, weights = 5120, 13_015_864_320 - 32000 * 5120 - 81 * 5120
+    operations = 1024 * 4096 * (6 * weights + 6 * 40 * d * 4096)
+    assert mfu == pytest.approx(operations / seconds / (32 * 312e12), abs=0.006)
+    assert 0.3 < mfu < 0.7
+
+
+def test_gigabytes_that_are_shown_are_of_a_billion_bytes() -> None:
+    shown = plan("--rows=9").output
+    plans = ranking.best_of_each_shape(ranking.rank_plans(a_job(batch=1024), {})[0])
+    first, second, *_ = plans[:9]
+    assert "\nllama2-13b: 13.02 billion parameters," in f"\n{shown}"
+    for name in ("activations", "optimizer", "weights"):
+        assert f"{name} {first.kinds[name] / 1e9:.2f}" in shown
+    for axis in ("tensor", "data"):
+        sent, seconds = first.cost.sent[axis] / 1e9, first.cost.sending[axis]
+        assert f"1, {axis}: sends {sent:,.1f} GB in {seconds:.2f} s" in shown
+    assert max(each.layout.pipeline for each in plans[:9]) > 1
+    rows = [line.split() for line in shown.splitlines()[4:13]]
+    assert len(rows) == 9
+    for row, each in zip(rows, plans[:9], strict=True):
+        layout = each.layout
+        assert row[1:5] == [str(degree) for degree in layout[:4]]
+        assert row[8] == str(layout.pipeline * layout.interleaved)
+        assert row[9:11] == [f"{each.need / 1e9:.1f}", f"{each.cost.step:.2f}"]
+    slower = second.cost.step / first.cost.step - 1
+    how = "slower" if slower > 0 else "faster"
+    assert f"why not 2: {abs(slower):.1%} {how}" in shown
 
 
 def test_planner_imports_neither_torch_nor_numpy() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -327,6 +328,69 @@ def test_the_wire_count_sees_every_byte_and_no_other_socket() -> None:
             left.sendall(bytes(500))
             assert len(right.recv(500)) == 500
             assert WIRE.wire_bytes() - before == 2000
+
+
+def test_costs_are_of_one_step_and_times_in_milliseconds() -> None:
+    line = SimpleNamespace(bytes=0, waited=0.0, weight=lambda: 0, dense=None)
+
+    def train(line: Any, batches: list[Any]) -> list[torch.Tensor]:
+        line.bytes, line.waited = 3000, 0.004
+        return [torch.tensor(2.0), torch.tensor(4.0)]
+
+    # Rounds of two steps: one to warm up, then 10 and 6 ms; 4,000 bytes on the wire.
+    clock, wire = [0.0, 9.0, 10.0, 10.010, 20.0, 20.006], [0, 9, 10, 4010, 5000, 9000]
+    times = SimpleNamespace(perf_counter=mock.Mock(side_effect=clock))
+    fakes: dict[str, Any] = {
+        "WAYS": {"sums": train},
+        "Line": lambda way, latency: line,
+        "wire_bytes": mock.Mock(side_effect=wire),
+        "time": times,
+        "rpc": mock.Mock(),
+        "flat": lambda *_: torch.ones(1),
+        "train_in_rounds": lambda *_, late: (torch.ones(1), 0.002),
+    }
+    with mock.patch.multiple(COST, **fakes):
+        costs, alone_ms, _ = COST.cost_of_each_way([[0, 0]] * 3, 0.0)
+    assert costs["sums"] == pytest.approx((1500, 2000, 3.0, 2.0, 3.0))
+    assert alone_ms == 2.0
+
+
+def test_stale_rows_are_those_of_a_batch_that_were_in_the_one_before(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # Three rows, then two, of which one was there: a half. The first round warms up.
+    words = torch.tensor([1, 2, 3, 3]), torch.tensor([3, 4])
+    rounds: list[Any] = [[], [(indices, None, None) for indices in words]]
+    COST.print_costs(2, rounds, {"sums": COST.Cost(1500.0, 2000.0, 3.0, 2.0, 0.5)})
+    lines = capsys.readouterr().out.splitlines()
+    head = "2 bags: 3 words in 2 rows of 32,768, 50% of them in the batch before too"
+    assert lines[0] == head
+    assert lines[2].split() == ["sums", "1,500", "2,000", "3.00", "2.00", "0.500"]
+
+
+def test_a_rate_leaves_the_first_fifth_out() -> None:
+    module, clock = ROOM["comparison"], [0.0, 10.0, 12.0]
+    way = SimpleNamespace(steps=lambda batches: iter(batches))
+    times = SimpleNamespace(perf_counter=mock.Mock(side_effect=clock))
+    with (
+        mock.patch.object(module, "time", times),
+        mock.patch.object(module.dist, "barrier"),
+        mock.patch.object(module.dist, "all_reduce"),
+    ):
+        # Of five steps one is left out; the others take two seconds.
+        assert module.rate_of_a_round(way, [0] * 5) == 4 / 2
+
+
+def test_times_are_those_of_the_first_way() -> None:
+    module, said = ROOM["steps_per_second"], []
+    rates = {module.OFTEN: [9.0, 2.0, 1.0, 3.0], "one call": [9.0, 5.0, 4.0, 6.0]}
+    found = dict.fromkeys(rates, SimpleNamespace(lost=3, moved=4000))
+    with mock.patch.object(module, "say", said.append):
+        module.print_rates(rates, found)
+    assert [line.split()[-8:-4] for line in said[1:]] == [
+        ["2.0", "1.0", "3.0", "1.00"],
+        ["5.0", "4.0", "6.0", "2.50"],
+    ]
 
 
 def test_one_call_updates_before_it_looks_up() -> None:

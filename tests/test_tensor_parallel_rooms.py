@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import json
+import os
 import re
 import sys
 import warnings
@@ -25,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from launch import ROOT, python
-from lessons import in_the_pool
+from lessons import in_the_pool, run_lesson
 from scripts import load_chapter
 from worker_pool import RankError, WorkerPool
 
@@ -474,6 +475,39 @@ def test_bytes_and_memory_are_the_formulas(
     assert found == [(0, claim)] + [(0, "")] * (world_size - 1)
 
 
+def test_megabytes_of_a_rank_follow_from_the_shapes(worker_pool: WorkerPool) -> None:
+    said, _ = worker_pool.run(run_lesson, PAYS, "bytes_and_memory")
+    row = r"^(\S+)(?: process)? +(\d) +([\d.]+) +([\d.]+) +([\d.]+)$"
+    found = {
+        (way, int(n)): list(map(float, x)) for way, n, *x in re.findall(row, said, re.M)
+    }
+    assert len(found) == 6
+    tokens, width, vocabulary = 8 * 64, 128, 256
+    activation = 4 * tokens * width / 1e6  # MB of (B, T, D) in fp32
+    for n in (1, 2):
+        norms = (2 * n + 1) * 2 * width
+        uncut, cut = 64 * width + norms, n * 12 * width**2 + vocabulary * width
+        # 16 bytes a parameter; tensor parallelism halves all but norms and positions.
+        whole, split = uncut + cut, uncut + cut / 2
+        # Forward keeps for backward, of a block: input and output of two norms, query,
+        # key, value, attention, 4 D before gelu and 4 D after. Then the last norm's
+        # two, and log-probabilities.
+        kept = (16 * n + 2 + vocabulary / width) * activation
+        # Two all-reduces a block each way, one for embedding and head, 3 for the loss.
+        sums = 4 * ((4 * n + 2) * tokens * width + 3 * tokens) / 1e6
+        expected = {
+            "one": [16e-6 * whole, kept, 0],
+            "data-parallel": [16e-6 * whole, kept / 2, 4e-6 * whole],
+            "tensor-parallel": [16e-6 * split, found["tensor-parallel", n][1], sums],
+        }
+        assert len(expected) == 3
+        for way, values in expected.items():
+            assert found[way, n] == pytest.approx(values, rel=0.01, abs=0.005), way
+    # Of a block's 16 the norms' inputs and outputs are whole on each of two ranks.
+    more = found["tensor-parallel", 2][1] - found["tensor-parallel", 1][1]
+    assert more == pytest.approx((4 + 12 / 2) * activation, rel=0.01)
+
+
 @pytest.mark.parametrize("fault", ["formula", "whole"])
 def test_wrong_counts_are_noticed(worker_pool: WorkerPool, fault: str) -> None:
     found = worker_pool.run(count_bytes, fault)
@@ -561,6 +595,34 @@ def test_step_time_wants_the_laboratory(
     assert ended.value.code == 2
     line = capsys.readouterr().err
     assert "start it in the laboratory: python 03_ddp_torchrun/cluster/lab.py" in line
+
+
+def step_time_with_known_times(rate: str) -> str:
+    """Be a rank of step_time.py where each step takes a tenth of a second."""
+    link = {"LAB_HOST": "0", "LAB_LINK_RATE": rate}
+    script = load_chapter(PAYS)["step_time"]
+    with (
+        mock.patch.dict(os.environ, link),
+        mock.patch.object(script, "seconds", lambda *_: 0.1),
+        mock.patch.object(script.Ways, "largest_error", lambda _: 0.0),
+    ):
+        return run_lesson(PAYS, "step_time", "--samples=2", "--rounds=1")
+
+
+@pytest.mark.parametrize(("rate", "bits"), [("300mbit", 3e8), ("1gbit", 1e9)])
+def test_a_step_is_computation_and_its_bytes_over_the_rate(
+    worker_pool: WorkerPool, rate: str, bits: float
+) -> None:
+    said, _ = worker_pool.run(step_time_with_known_times, rate)
+    # A ring of two sends a message once: the gradient, or a block's activations.
+    d, tokens = 512, 2 * 128
+    parameters = 12 * d**2 + 256 * d + 128 * d + 3 * 2 * d
+    sent = [0, 4 * parameters, 4 * ((4 + 2) * tokens * d + 3 * tokens)]
+    times = [f"{100 + 8e3 * each * 1514 / 1448 / bits:.0f}" for each in sent]
+    rows = [line.split() for line in said.splitlines()[2:5]]
+    assert [row[0] for row in rows] == ["alone", "data", "tensor"]
+    assert [row[1] for row in rows] == [f"{each / 1e6:.2f}" for each in sent]
+    assert [row[2:] for row in rows] == [["100", time, "100"] for time in times]
 
 
 @pytest.mark.slow

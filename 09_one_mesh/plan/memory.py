@@ -58,11 +58,11 @@ def stage_bytes(job: Job, layout: Layout, is_last: bool) -> dict[str, float]:
     parameters = (blocks * m.block() + ends) / t
     kinds = state(parameters, layout.sharding, layout.shards)
     # 1F1B: as many micro-batches are in flight as stages follow, this one included.
-    # Interleaved stages keep 1 + (p - 1) / (p v) times as much: 2205.05198, section 4.
+    # Interleaved stages wait longer for backward. The first rank keeps p + (p - 1) / v
+    # (2205.05198, section 4), the last as much less than p.
     v = layout.interleaved
-    in_flight = min(
-        1 if is_last else p + (p - 1) / v * (v > 1), layout.micro_batches(job)
-    )
+    more = -(p - 1) / v if is_last else (p - 1) / v * (v > 1)
+    in_flight = min(p + more, layout.micro_batches(job))
     kept = blocks * kept_by_block(job, layout.recompute, t)
     kinds["activations"] = in_flight * tokens * kept
     gathered = gradients = 0.0
