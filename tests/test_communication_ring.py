@@ -48,6 +48,20 @@ def ring_of_fractions() -> tuple[torch.Tensor, torch.Tensor]:
     return by_ring, built_in
 
 
+def sent_for_a_sum(is_sparse: bool) -> tuple[bool, float | None]:
+    """All-reduce 100,000 ones; return if the sum is right, and sizes sent by a rank."""
+    sent_bytes = load_chapter("03_ddp_torchrun/rules")["sent_bytes"]
+    values = torch.ones(100_000)
+    nbytes = values.nbytes
+    if is_sparse:
+        values = values.to_sparse()
+        nbytes += values.indices().nbytes
+    dist.all_reduce(values.clone())  # it connects the ranks
+    sent = sent_bytes.sent_by_a_rank(lambda: dist.all_reduce(values))
+    is_right = bool(values.to_dense().eq(dist.get_world_size()).all())
+    return is_right, None if sent is None else sent / nbytes
+
+
 def ring_of_a_transposed_matrix() -> None:
     """Hand the ring a tensor that does not lie in one piece."""
     RING.ring_all_reduce(torch.ones(2, 3).T)
@@ -140,6 +154,19 @@ def test_ring_is_the_built_in_sum(worker_pool: WorkerPool, world_size: int) -> N
         if numel == 1:
             # One number makes one chunk, which two ranks send once and the rest twice.
             assert sorted(sent) == sorted([8 * (n > 1)] * min(n, 2) + [16] * (n - 2))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_sparse_sum_sends_all_to_all(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    n = world_size
+    for is_sparse, expected in ((False, 2 * (n - 1) / n), (True, n - 1)):
+        found = worker_pool.run(sent_for_a_sum, is_sparse, world_size=n)
+        assert len(found) == n
+        for is_right, sent in found:
+            assert is_right
+            assert sent is None or sent == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -345,6 +345,34 @@ def test_ranks_draw_the_same_shards_until_a_tensor_is_uneven(
     uneven, other = worker_pool.run(drawn_shards, 4, 3, 6)
     assert uneven[0] == other[0] and len(other[1]) == 2
     assert uneven[1][:2] == other[1] and uneven[2] != other[2]
+
+
+def drawn_by_the_first_version() -> list[bool]:
+    """Fill a model by FSDP's first version; tell what is as one process draws it."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(7, 10), nn.Linear(10, 5))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(7, 10), nn.Linear(10, 5))
+
+    def fill(module: Any) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+
+    torch.manual_seed(0)
+    device = torch.device("cpu")
+    ours = FullyShardedDataParallel(model, param_init_fn=fill, device_id=device)
+    kept = sum(weight.numel() for weight in ours.parameters())
+    numel = sum(weight.numel() for weight in alone.parameters())
+    assert kept < numel  # it is sharded
+    with FullyShardedDataParallel.summon_full_params(ours):
+        pairs = zip(ours.parameters(), alone.parameters(), strict=True)
+        return [torch.equal(one, other) for one, other in pairs]
+
+
+def test_first_version_draws_whole_tensors(worker_pool: WorkerPool) -> None:
+    drawn = worker_pool.run(drawn_by_the_first_version, world_size=3)
+    assert drawn == [[True] * 4] * 3
 
 
 def drawn_whole(axes: tuple[str, ...]) -> list[bool]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from launch import ROOT, python
 from lessons import run_lesson
@@ -569,6 +570,60 @@ def test_a_grad_scaler_notices_an_optimizer_that_was_built_first(
     said = "No inf checks were recorded for this optimizer."
     assert worker_pool.run(scaled_step, True) == [said] * 2
     assert worker_pool.run(scaled_step, False) == ["no error"] * 2
+
+
+def moved_by_an_early_optimizer(way: str) -> list[float]:
+    """Build SGD, shard, and step; return how far each parameter has moved at most."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if way == "ignored":
+        fully_shard(model, mesh=mesh, ignored_params={model[1].bias})
+        whole = contextlib.nullcontext
+    elif way == "fully_shard":
+        fully_shard(model, mesh=mesh)
+        whole = contextlib.nullcontext
+    else:
+        model = fsdp.FullyShardedDataParallel(
+            model,
+            use_orig_params=way == "first version, original parameters",
+            device_id=torch.device("cpu"),
+        )
+        whole = functools.partial(model.summon_full_params, model)
+
+    def values() -> list[Tensor]:
+        with whole():
+            parameters: Any = [p.detach() for p in model.parameters()]
+            return [
+                (p.full_tensor() if isinstance(p, DTensor) else p).clone()
+                for p in parameters
+            ]
+
+    before = values()
+    model(torch.ones(1, 4)).sum().backward()
+    early.step()
+    pairs = zip(values(), before, strict=True)
+    return [(new - old).abs().max().item() for new, old in pairs]
+
+
+def test_an_early_optimizer_moves_what_keeps_its_parameters(
+    worker_pool: WorkerPool,
+) -> None:
+    moved = {
+        way: worker_pool.run(moved_by_an_early_optimizer, way)
+        for way in (
+            *("fully_shard", "ignored"),
+            *("first version", "first version, original parameters"),
+        )
+    }
+    assert moved["fully_shard"] == [[0.0] * 4] * 2
+    # The gradient of the last bias is 1.
+    assert moved["ignored"] == [[0.0, 0.0, 0.0, pytest.approx(0.1)]] * 2
+    assert {sum(one) for one in moved["first version"]} == {0.0}
+    kept = moved["first version, original parameters"]
+    assert kept[0] == kept[1] and len(kept[0]) == 4
+    assert min(kept[0]) > 0.01 and kept[0][3] == pytest.approx(0.1)
 
 
 def test_every_mistake_is_shown() -> None:

@@ -167,7 +167,7 @@ def test_index_names_a_sample_only_if_it_seeds_the_draw(
         assert (zero == one) is is_alike
 
 
-def losses_on(is_anew: bool) -> tuple[bool, list[float]]:
+def losses_on(is_anew: bool, dataset_class: Any = Drawn) -> tuple[bool, list[float]]:
     """Predict next tokens by a table under DDP, 40 epochs of four steps.
 
     Returns:
@@ -175,7 +175,7 @@ def losses_on(is_anew: bool) -> tuple[bool, list[float]]:
         loss over ranks in each step.
     """
     torch.manual_seed(dist.get_rank() if is_anew else 0)
-    dataset = Drawn(is_anew, length=64)
+    dataset = dataset_class(is_anew, length=64)
     sampler = DistributedSampler(dataset, shuffle=False)
     model = DistributedDataParallel(nn.Embedding(VOCABULARY, VOCABULARY))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -209,6 +209,22 @@ def test_samples_drawn_anew_stay_above_the_loss_of_a_guess(
         assert losses[0] - 0.2 > late > guess
     for is_same, losses in once:
         assert is_same and losses[-1] < guess - 0.2
+
+
+def test_samples_drawn_anew_teach_a_rule(worker_pool: WorkerPool) -> None:
+    ruled = worker_pool.run(losses_on, True, DrawnByARule)
+    assert len(ruled) == 2
+    for is_same, losses in ruled:
+        assert not is_same and losses[0] > math.log(VOCABULARY)
+        assert losses[-1] < 0.1
+
+
+class DrawnByARule(Drawn):
+    """A sequence at each index that is drawn anew, and follows one rule."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Count on, modulo the size of the vocabulary, from a number drawn."""
+        return (super().__getitem__(index)[0] + torch.arange(8)) % VOCABULARY
 
 
 def sent_in_a_step(samples: int) -> tuple[int, float | None]:
@@ -460,9 +476,9 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 rank_of_rpc, ranks_of_rpc, rank, ranks = map(int, sys.argv[1:5])
-address = f"tcp://127.0.0.1:{sys.argv[5]}"
+for_rpc, for_group = sys.argv[5:7]
 os.environ |= {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-options = rpc.TensorPipeRpcBackendOptions(init_method=address)
+options = rpc.TensorPipeRpcBackendOptions(init_method=for_rpc)
 rpc.init_rpc(
     f"rank{rank_of_rpc}",
     rank=rank_of_rpc,
@@ -471,7 +487,7 @@ rpc.init_rpc(
 )
 if rank >= 0:
     try:
-        dist.init_process_group("gloo", address, rank=rank, world_size=ranks)
+        dist.init_process_group("gloo", for_group, rank=rank, world_size=ranks)
     except dist.DistError as error:
         print(str(error), flush=True)
         os._exit(1)
@@ -484,16 +500,18 @@ rpc.shutdown()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("is_shared, by_file", [(True, 0), (False, 0), (False, 1)])
 def test_rpc_and_the_group_share_a_port_if_they_share_rank_zero(
-    is_shared: bool,
+    is_shared: bool, by_file: bool, tmp_path: Path
 ) -> None:
     # Rank of RPC and of the group: the same two ranks, or the second one alone.
     ranks = [(0, 2, 0, 2), (1, 2, 1, 2)] if is_shared else [(0, 2, -1, 1), (1, 2, 0, 1)]
-    port = free_port()
+    stores = [f"tcp://127.0.0.1:{free_port()}"] * 2
+    if by_file:
+        stores = [f"file://{tmp_path}/{name}" for name in ("rpc", "group")]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", BOTH, *map(str, (*one, port))],
+            [sys.executable, "-c", BOTH, *map(str, one), *stores],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=clean_environment(),
@@ -506,6 +524,10 @@ def test_rpc_and_the_group_share_a_port_if_they_share_rank_zero(
             printed = [process.communicate(timeout=120) for process in processes]
             assert [out for out, _ in printed] == ["answer 4.0\n"] * 2, printed
             assert [process.returncode for process in processes] == [0, 0]
+        elif by_file:
+            printed = [process.communicate(timeout=120) for process in processes]
+            # The group's only rank adds up a single 1.
+            assert [out for out, _ in printed] == ["", "answer 2.0\n"], printed
         else:
             out, error = processes[1].communicate(timeout=120)
             assert "EADDRINUSE" in out and processes[1].returncode == 1, error
@@ -587,6 +609,18 @@ def test_deepspeed_ignores_visible_devices_beside_a_number(tmp_path: Path) -> No
         "Detected VISIBLE_DEVICES=2,3: setting --include=localhost:2,3" in alone.output
     )
     assert "ValueError: No slot '2' specified on host 'localhost'" in alone.output
+    # With a hostfile it does not count, and one names devices with --include.
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=4\n")
+    listed = [f"--hostfile={hosts}", "--no_ssh_check", "--master_addr=127.0.0.1"]
+    for option, devices in (((), "0,1,2,3"), (("--include=localhost:2,3",), "2,3")):
+        result = run(
+            [sys.executable, *runner, *listed, *option, script], env=environment
+        )
+        assert result.returncode == 0, result.output
+        ranks = [line for line in result.stdout.splitlines() if line.startswith("rank")]
+        number = len(devices.split(","))
+        assert sorted(ranks) == [f"rank {i} {number} {devices}" for i in range(number)]
 
 
 FOUR_STAGES = """

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -148,6 +148,24 @@ def test_swapped_axes_send_the_activations_over_the_link(shown: Ends) -> None:
         "data": f"{gradients / 1e6:.1f}",
         "tensor": f"{activations / 1e6:.1f}",
     }
+
+
+def peers_on_the_first_axis(is_transposed: bool) -> list[int]:
+    """Make a mesh with the tensor axis first; return the ranks of this rank's row."""
+    names, ranks = ("tensor", "data"), torch.arange(4).view(2, 2)
+    mesh = (
+        DeviceMesh("cpu", ranks.t(), mesh_dim_names=names)
+        if is_transposed
+        else init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    )
+    return dist.get_process_group_ranks(mesh["tensor"].get_group())
+
+
+def test_a_mesh_of_given_ranks_counts_as_they_lie(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(peers_on_the_first_axis, False, world_size=4)
+    assert found == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    found = worker_pool.run(peers_on_the_first_axis, True, world_size=4)
+    assert found == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 def test_gradients_are_larger_below_one_and_a_half_widths(

@@ -471,6 +471,24 @@ def test_two_stores_need_two_ports() -> None:
     one, two = (dist.TCPStore("127.0.0.1", port, **shared) for _ in range(2))
     one.set("key", "value")
     assert two.get("key") == b"value"
+    # Two addresses of one host have a port of one number each.
+    with socket.create_server(("127.0.0.1", 0)) as near:
+        port = near.getsockname()[1]
+        with socket.create_server(("127.0.0.2", port)) as other:
+            given = [near.detach(), other.detach()]
+    stores = [
+        dist.TCPStore(
+            f"127.0.0.{i}",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+        for i, descriptor in enumerate(given, 1)
+    ]
+    for i, store in enumerate(stores):
+        store.set("key", str(i))
+    assert [store.get("key") for store in stores] == [b"0", b"1"]
 
 
 # The sizes of the tutorial that many start from: six trainers, a table of 30 rows of 8

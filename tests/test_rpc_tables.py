@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import json
+import operator
 import os
 import signal
 import subprocess
@@ -167,6 +168,30 @@ def use_every_way(batches: Any) -> dict[str, tuple[Any, ...]]:
     return answers
 
 
+class LongToPickle:
+    """An argument that is ready for the wire only when an earlier call has answered."""
+
+    def __init__(self, earlier: Any) -> None:
+        """Keep the future of the earlier call."""
+        self.earlier = earlier
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Wait, and send 2."""
+        deadline = time.monotonic() + 15
+        while not self.earlier.done():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the earlier call has not answered")
+            time.sleep(0.01)
+        return int, (2,)
+
+
+def ask_when_the_first_has_answered() -> list[int]:
+    """Ask two servers; the second is asked only after the first has answered."""
+    first = rpc.rpc_async("server0", operator.add, (1, 1))
+    second = rpc.rpc_async("server1", operator.add, (1, LongToPickle(first)))
+    return [first.done(), first.wait(), second.wait()]
+
+
 def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
     """Do all that needs RPC: the second time in a process, its RRefs do not work."""
     with open_rpc(folder) as name:
@@ -179,6 +204,7 @@ def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
             return {}
         return {
             "asked": ask_two_that_wait_for_each_other(folder),
+            "asked late": ask_when_the_first_has_answered(),
             "ways": use_every_way(batches),
             "table": train_with_servers(),
         }
@@ -241,6 +267,12 @@ def test_the_parts_of_a_bag_add_up_to_its_sum(owners: int) -> None:
 
 def test_all_servers_are_asked_before_one_has_answered(session: dict[str, Any]) -> None:
     assert session["asked"] == [2.0, 2.0]
+
+
+def test_rpc_async_returns_when_its_arguments_are_pickled(
+    session: dict[str, Any],
+) -> None:
+    assert session["asked late"] == [True, 2, 3]
 
 
 def test_servers_and_shards_end_with_the_table_of_one_process(

@@ -15,6 +15,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from lessons import in_the_pool, run_lesson
 from scripts import load_chapter
@@ -453,6 +458,28 @@ def test_plan_without_norms_all_reduces_more_and_cannot_be_clipped(
 def test_parallelize_module_unties_weights(worker_pool: WorkerPool) -> None:
     results = worker_pool.run(without_norms_in_the_plan)
     assert [is_tied for _, is_tied, _ in results] == [False, False]
+
+
+def is_one_weight(way: str) -> tuple[bool, list[str]]:
+    """Split two layers of one weight; tell if it is one still, and how it lies."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    first = nn.Linear(4, 4, bias=False)
+    second = first if way == "one module" else nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    model: Any = nn.ModuleDict({"first": first, "second": second})
+    # Of a module with two names the second style is ignored, without a word.
+    parallelize_module(
+        model, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    )
+    weights = model["first"].weight, model["second"].weight
+    return weights[0] is weights[1], [str(one.placements) for one in weights]
+
+
+def test_a_module_with_two_names_stays_one(worker_pool: WorkerPool) -> None:
+    rows, columns = "(Shard(dim=0),)", "(Shard(dim=1),)"
+    assert worker_pool.run(is_one_weight, "two") == [(False, [rows, columns])] * 2
+    same = worker_pool.run(is_one_weight, "one module")
+    assert same == [(True, [rows, rows])] * 2
 
 
 def layout_of_embedding_gradient() -> tuple[Any, ...]:
