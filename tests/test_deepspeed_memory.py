@@ -185,8 +185,9 @@ def test_examples_of_the_chapter_are_the_paper_s_formula() -> None:
 
     page = (ROOT / "05_deepspeed_zero" / "README.md").read_text("utf-8")
     words = " ".join(page.split())
-    assert f" {kept(7, 0, 8):.0f} GB in stage 0, " in words
-    assert f" 5.5 = {kept(7, 1, 8)} in stage 1, " in words
+    assert f" 7 billion parameters take {kept(7, 0, 8):.0f} GB, " in words
+    gigabytes = [f"{kept(7, stage, 8):g}" for stage in (1, 2, 3)]
+    assert "On 8 ranks each keeps {}, {} or {} GB.".format(*gigabytes) in words
     gigabytes = [f"{kept(13, stage, 4):g}" for stage in (1, 2, 3)]
     assert "{}, {} and {} GB in stages 1 to 3".format(*gigabytes) in words
     for stage, each in enumerate(["16", "4 + 12/n", "2 + 14/n", "16/n"]):
