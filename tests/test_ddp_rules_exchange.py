@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -724,6 +725,33 @@ def test_each_machine_has_a_local_rank_zero(
         "is_first_on_its_machine | lines in the log: 3",
         "is_rank_zero            | lines in the log: 1",
     ]
+
+
+@pytest.mark.slow
+def test_two_agents_on_one_machine_have_two_local_ranks_zero(tmp_path: Path) -> None:
+    script = tmp_path / "tell.py"
+    told = "{os.environ['RANK']} {os.environ['LOCAL_RANK']}"
+    script.write_text(f'import os\nos.write(1, f"told {told}\\n".encode())\n')
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+    agent += ["--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    agent += [f"--master-port={free_port()}"]
+    agents = [
+        subprocess.Popen(
+            [*agent, f"--node-rank={i}", script],
+            stdout=subprocess.PIPE,
+            env=clean_environment(),
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        printed = [process.communicate(timeout=120)[0] for process in agents]
+    finally:
+        for process in agents:
+            process.kill()
+            process.wait()
+    told_by_agent = [sorted(lines.splitlines()) for lines in printed]
+    assert told_by_agent == [["told 0 0", "told 1 1"], ["told 2 0", "told 3 1"]]
 
 
 def read_what_a_slow_rank_writes(folder: str, with_barrier: bool) -> str:

@@ -116,6 +116,22 @@ def test_one_process_tells_a_rank_of_thousands() -> None:
     assert (result.returncode, result.stdout) == (0, REPORT), result.stderr
 
 
+def degrees_of_four_ranks() -> tuple[int, int, list[int]]:
+    """Shard over data and context; return their sizes, and a weight's shard."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    both = mesh["data", "context"]._flatten("shard")
+    model: Any = nn.Linear(4, 4)
+    fully_shard(model, mesh=both)
+    context = mesh["context"].size()
+    return both.size(), context, list(model.weight.to_local().shape)
+
+
+def test_shards_over_two_axes_count_context_twice(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(degrees_of_four_ranks, world_size=4)
+    # A report of FSDP 4 and CP 2 would make eight of four ranks.
+    assert found == [(4, 2, [1, 4])] * 4
+
+
 @pytest.mark.slow
 def test_one_process_notices_groups_that_are_not_pytorchs() -> None:
     code = (
