@@ -218,8 +218,8 @@ def test_training_is_that_of_one_process(
     found = load(path)
     assert largest_difference(found, alone[sgd]) < 1e-12
     assert found["training"]["step"] == alone[sgd]["training"]["step"] == 12
-    start = f"check: {ranks} rank(s) hold the same bits, and a gradient "
-    assert re.search(re.escape(start) + r"\de-1[3-8] from one", outputs[0]), outputs[0]
+    start = f"check: {ranks} rank(s) hold the same bits, and a gradient within "
+    assert re.search(re.escape(start) + r"\de-1[3-8] of one", outputs[0]), outputs[0]
 
 
 @pytest.mark.parametrize(
