@@ -544,7 +544,8 @@ def test_train_sees_each_sample_once_on_all_ranks(
         product = "global batch size x steps = 8 x 6 = 48 different samples"
         assert f"epoch {epoch} | {product}" in lines
     (error,) = re.findall(
-        rf"^check: {world_size} rank\(s\) gather the same bits, and a gradient within (\S+) ",
+        rf"^check: {world_size} rank\(s\) gather the same bits, "
+        r"and a gradient within (\S+) of",
         lines[-1],
     )
     assert float(error) < 1e-5
