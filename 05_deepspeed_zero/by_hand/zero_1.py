@@ -65,7 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for p, shard in self.shards.items():
             shard.grad = None if p.grad is None else local_shard(p.grad).to(shard.dtype)
         self.step_and_gather()
-        self.local.zero_grad()  # they were views of the gradients
+        self.local.zero_grad()  # in the same dtype they are views of the gradients
         return loss
 
     def step_and_gather(self) -> None:
