@@ -148,7 +148,7 @@ NOT_RUN: dict[str, list[str]] = {
         "it rewrites the pages; the tests run the same code on copies",
     ],
     "03_ddp_torchrun/cluster/README.md": [
-                "it needs two machines; the next block runs it on one",
+        "it needs two machines; the next block runs it on one",
         "it needs a cluster; tests/test_ddp_cluster.py runs the script",
     ],
     "03_ddp_torchrun/fault_tolerance/README.md": [
