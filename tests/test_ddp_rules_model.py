@@ -72,6 +72,21 @@ def test_wrong_launcher_is_one_line(
 # --- The sampler. ----------
 
 
+def test_sampler_refuses_ranks_among_which_the_samples_divide(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Then nothing is repeated or left out, and there is nothing to see.
+    left_over = [sampler.SAMPLES % ranks for ranks in range(2, sampler.SAMPLES)]
+    assert left_over == [1, 1, 3, 2, 1]
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, str(sampler.SAMPLES) if "SIZE" in name else "0")
+    monkeypatch.setattr(sys, "argv", ["sampler.py"])
+    with pytest.raises(SystemExit) as stopped:
+        sampler.main()
+    assert stopped.value.code == 2
+    assert "not with 7 rank(s); start it with" in capsys.readouterr().err
+
+
 class OwnSeed(DistributedSampler):
     """Shuffles differently on each rank."""
 
