@@ -17,7 +17,7 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from launch import ROOT, python
 from scripts import load_chapter
 
-ROOM = "09_one_mesh/plan"
+ROOM, CHOICE = "09_one_mesh/plan", "09_one_mesh/which_to_choose/README.md"
 MODULES = load_chapter(ROOM)
 models, jobs, memory = (MODULES[name] for name in ("models", "jobs", "memory"))
 computation, step_time = MODULES["computation"], MODULES["step_time"]
@@ -725,6 +725,31 @@ def test_ddp_is_first_where_the_state_fits_with_headroom() -> None:
     assert first.layout.sharding != "none"
 
 
+def test_first_sharding_that_fits_is_taken_as_the_page_says() -> None:
+    # Which to choose, rows 2 and 3, where one data axis is all there is.
+    alone = dict.fromkeys(("tensor", "pipeline", "context", "micro_batch"), 1)
+    taken = []
+    small = models.Model(24, 2048, 16, 16, 5504, 32000)
+    for model, devices, memory_gb in (
+        (small, 8, 40),
+        (models.MODELS["llama2-7b"], 8, 80),
+        (models.MODELS["llama2-7b"], 16, 40),
+        (models.MODELS["llama2-13b"], 32, 80),
+        (models.MODELS["llama3-8b"], 16, 80),
+    ):
+        job = a_job(devices=devices, cluster={"memory": memory_gb * 1e9})
+        job = job._replace(model=model)
+        fixed = alone | {"recompute": "none"}
+        plans = ranking.rank_plans(job, fixed)[0]
+        roomy = {p.layout.sharding for p in plans if ranking.has_headroom(job, p)}
+        # To the planner ZeRO-2 and FSDP are equally simple; the page names FSDP.
+        alike = {name: name for name in jobs.SHARDING} | {"zero-2": "fsdp"}
+        by_page = next(alike[name] for name in jobs.SHARDING if name in roomy)
+        taken.append(alike[plans[0].layout.sharding])
+        assert taken[-1] == by_page
+    assert taken == ["none", "zero-1", "fsdp", "fsdp", "fsdp"]
+
+
 def test_a_pipeline_pays_where_a_step_has_few_tokens_a_device() -> None:
     h100 = jobs.CLUSTERS["h100"] | {"memory": 80e9}
     found = []
@@ -767,11 +792,33 @@ def test_without_headroom_what_fits_is_still_planned() -> None:
 
 
 def test_example_of_the_page_by_hand() -> None:
-    plans, _ = ranking.rank_plans(a_job(batch=1024), {})
-    first, d, f = plans[0], 5120, 13824
+    job, d, f = a_job(batch=1024), 5120, 13824
+    plans, _ = ranking.rank_plans(job, {})
+    first = plans[0]
     assert first.layout == jobs.Layout(8, 4, sharding="zero-1")
+    # What the page takes instead, and what it falls back to.
+    data_and_tensor = {"sharding": "fsdp", "pipeline": 1, "context": 1}
+    taken, _, fallback, _ = ranking.best_of_each_shape(
+        ranking.rank_plans(job, data_and_tensor)[0]
+    )
+    assert taken.layout == jobs.Layout(16, 2)
+    assert first.need - taken.need == pytest.approx(4.6e9, rel=0.02)
+    assert taken.cost.step < first.cost.step
+    assert fallback.layout == jobs.Layout(32, recompute="selective")
+    assert fallback.cost.step / taken.cost.step == pytest.approx(1.09, abs=0.006)
+    assert ("fsdp", "none") not in {
+        (plan.layout.sharding, plan.layout.recompute)
+        for plan in ranking.rank_plans(job, data_and_tensor | {"tensor": 1})[0]
+    }
     block = 4 * d * d + 3 * d * f
     parameters = 40 * (block + 2 * d) + 2 * 32000 * d + d
+    shards = [16, 4 + 12 / 32, 16 / 32]
+    text = (
+        "The state is {:.0f} GB (row 2). Without activations, ZeRO-1 needs {:.0f} GB "
+    )
+    text += "of each device and FSDP {:.1f} (row 3)."
+    text = text.format(*(each * parameters / 1e9 for each in shards))
+    assert text in " ".join((ROOT / CHOICE).read_text().split())
     state = first.kinds["weights"] + first.kinds["gradients"] + first.kinds["optimizer"]
     assert state == pytest.approx(4 * parameters / 4 + 12 * parameters / 32)
     assert 12 * d + 6 * f + 4 * 40 == 144_544
