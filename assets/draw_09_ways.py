@@ -40,7 +40,7 @@ def zero(stage: int) -> Callable[[str, int], list[Box]]:
 WAYS = {
     "data parallel (DDP)": (zero(0), "sample", "gradients"),
     "ZeRO-1": (zero(1), "sample", "gradients, new weights"),
-    "ZeRO-2": (zero(2), "sample", "gradients, new weights"),
+    "ZeRO-2": (zero(2), "sample", "the same, more often"),
     "FSDP, ZeRO-3": (zero(3), "sample", "weights, gradients"),
     "tensor": (lambda *_: SLICE, "all", "activations in layers"),
     "pipeline": (lambda _, i: ALL * (i == 0), "all", "activations between layers"),
@@ -81,19 +81,27 @@ def draw_way(axes: Axes, left: float, top: float, name: str) -> float:
     for i in range(RANKS):
         draw_cell(axes, (begin, top - i * ROW, width, ROW), SEEN[sees](i))
     bottom = top - LAYERS * ROW
-    axes.text(left, bottom - 0.24, f"{kept * BILLIONS:g} GB", weight="bold", color=INK)
+    # A rank of a pipeline keeps as many micro-batches as there are stages.
+    activations = "A/4" if name in ("tensor", "context") else "A"
+    text = f"{kept * BILLIONS:g} GB + {activations}"
+    axes.text(left, bottom - 0.24, text, weight="bold", color=INK)
     axes.text(left, bottom - 0.46, f"sends {sends}", color=INK, fontsize=10)
     return kept
 
 
 def draw_ways() -> tuple[plt.Figure, list[float]]:
     """Lay out two rows of four ways; return what each keeps, in bytes a parameter."""
-    figure, axes = new_drawing(4.5, (0, 10), (0, 4.5))
-    places = ((0.15 + 2.5 * (i % 4), 3.95 - 2.1 * (i // 4)) for i in range(len(WAYS)))
+    figure, axes = new_drawing(4.7, (0, 10), (0, 4.7))
+    places = ((0.15 + 2.5 * (i % 4), 4.15 - 2.1 * (i // 4)) for i in range(len(WAYS)))
     kept = [draw_way(axes, *at, name) for at, name in zip(places, WAYS, strict=True)]
-    text = "blue: rank 0 of 4 has it. W: weights, G: gradients. "
-    text += "Rows: four layers; in the batch, four sequences."
-    axes.text(0.15, 0.12, text, color=INK, fontsize=10)
+    for y, text in (
+        (
+            0.32,
+            "7 billion parameters, 4 ranks; blue: on rank 0. W: weights, G: gradients.",
+        ),
+        (0.08, "Rows: 4 layers; in the batch 4 sequences, their tokens side by side."),
+    ):
+        axes.text(0.15, y, text, color=INK, fontsize=10)
     return figure, kept
 
 

@@ -791,34 +791,13 @@ def test_without_headroom_what_fits_is_still_planned() -> None:
     assert not any(ranking.has_headroom(tight, plan) for plan in plans)
 
 
-def test_example_of_the_page_by_hand() -> None:
+def test_a_plan_by_hand() -> None:
     job, d, f = a_job(batch=1024), 5120, 13824
     plans, _ = ranking.rank_plans(job, {})
     first = plans[0]
     assert first.layout == jobs.Layout(8, 4, sharding="zero-1")
-    # What the page takes instead, and what it falls back to.
-    data_and_tensor = {"sharding": "fsdp", "pipeline": 1, "context": 1}
-    taken, _, fallback, _ = ranking.best_of_each_shape(
-        ranking.rank_plans(job, data_and_tensor)[0]
-    )
-    assert taken.layout == jobs.Layout(16, 2)
-    assert first.need - taken.need == pytest.approx(4.6e9, rel=0.02)
-    assert taken.cost.step < first.cost.step
-    assert fallback.layout == jobs.Layout(32, recompute="selective")
-    assert fallback.cost.step / taken.cost.step == pytest.approx(1.09, abs=0.006)
-    assert ("fsdp", "none") not in {
-        (plan.layout.sharding, plan.layout.recompute)
-        for plan in ranking.rank_plans(job, data_and_tensor | {"tensor": 1})[0]
-    }
     block = 4 * d * d + 3 * d * f
     parameters = 40 * (block + 2 * d) + 2 * 32000 * d + d
-    shards = [16, 4 + 12 / 32, 16 / 32]
-    text = (
-        "The state is {:.0f} GB (row 2). Without activations, ZeRO-1 needs {:.0f} GB "
-    )
-    text += "of each device and FSDP {:.1f} (row 3)."
-    text = text.format(*(each * parameters / 1e9 for each in shards))
-    assert text in " ".join((ROOT / CHOICE).read_text().split())
     state = first.kinds["weights"] + first.kinds["gradients"] + first.kinds["optimizer"]
     assert state == pytest.approx(4 * parameters / 4 + 12 * parameters / 32)
     assert 12 * d + 6 * f + 4 * 40 == 144_544
@@ -870,7 +849,7 @@ def plan(*options: str) -> Any:
         (["--model=llama3-405b", "--devices=8"], "256 devices would do, as data 16 x"),
         (["--model=llama3-405b", "--devices=8"], "(sharding none, micro-batch 1"),
         (["--memory=0.1", "--sequence=1048576"], "more devices do not help"),
-        (["--model=gpt5"], "no model 'gpt5': take llama2-7b"),
+        (["--model=gpt5"], "no model 'gpt5': take tinyllama-1.1b"),
         (["--model=1,10,3,1,4,5"], "3 heads of 1 kv heads do not divide 10"),
         (["--devices=0"], "--devices is 0: not from 1"),
         (["--memory=nan"], "--memory is nan"),
@@ -970,3 +949,185 @@ def test_a_wrong_constant_ends_both_checks(monkeypatch: pytest.MonkeyPatch) -> N
         patch.setattr(computation, "FLASH_BACKWARD", 5)
         with pytest.raises(SystemExit, match="constants are others"):
             fit_constants.main()
+
+
+# --- The rules that choose. ----------
+
+CHOOSE = load_chapter("09_one_mesh/which_to_choose")["choose"]
+
+
+def job_on(cluster: str, model: str, devices: int, sequence: int, batch: int) -> Any:
+    """Return a job as `choose.py` makes it from its options."""
+    options = jobs.CLUSTERS[cluster] | {"devices": devices, "per_host": 8}
+    options |= {"model": model, "sequence": sequence, "batch": batch}
+    return CHOOSE.read_jobs(options, [devices])[model][0]
+
+
+def test_rules_come_near_to_the_planners_fastest() -> None:
+    losses = []
+    for cluster, sequence, batch in (
+        ("a100-80", 2048, 1024),
+        ("h100", 4096, 512),
+        ("h100", 32768, 128),
+    ):
+        for model in models.MODELS:
+            for devices in (8, 512):
+                job = job_on(cluster, model, devices, sequence, batch)
+                losses += CHOOSE.try_rules(job)[1]
+    assert len(losses) == 33
+    losses.sort()
+    assert losses[len(losses) // 2] < 0.01
+    assert losses[0] > -1e-9
+    assert losses[-1] < CHOOSE.WORST
+
+
+def test_rules_are_farther_off_for_long_sequences() -> None:
+    chosen, (loss,) = CHOOSE.try_rules(job_on("h100", "tinyllama-1.1b", 64, 131072, 64))
+    assert (chosen, round(100 * loss)) == ("zero-1 c4", 59)
+    assert len(models.MODELS) == 7
+    for model in models.MODELS:
+        layout = CHOOSE.choose(job_on("h100", model, 256, 131072, 64))
+        assert layout.context == 4
+        assert CHOOSE.choose(job_on("h100", model, 256, 32768, 64)).context == 1
+
+
+def test_first_layout_of_the_rules_that_fits_and_hides_is_chosen() -> None:
+    """Each rule on a job where it is the one that decides."""
+    layout = jobs.Layout
+    cases = [
+        (("a100-80", "tinyllama-1.1b", 8, 4096, 1024), layout(8, sharding="none")),
+        (("a100-80", "llama2-7b", 8, 4096, 1024), layout(8, sharding="zero-1")),
+        (("a100-80", "llama2-13b", 8, 4096, 1024), layout(8)),
+        (("a100-40", "llama2-13b", 32, 4096, 1024), layout(16, 2)),
+        # Four tensor ranks have 1,024 tokens each: too few for FSDP's gathers.
+        (
+            ("a100-80", "llama3-70b", 256, 4096, 1024),
+            layout(256, recompute="selective"),
+        ),
+        (
+            ("h100", "llama2-70b", 64, 8192, 512),
+            layout(8, 8, sharding="zero-1", recompute="selective"),
+        ),
+        # More ranks than sequences: two share one.
+        (("h100", "llama2-7b", 512, 8192, 256), layout(256, 2, sharding="zero-1")),
+    ]
+    assert len(cases) == 7
+    for job, expected in cases:
+        assert CHOOSE.choose(job_on(*job)) == expected, job
+    staged = CHOOSE.choose(job_on("a100-80", "llama3-405b", 1024, 4096, 1024))
+    assert (staged.tensor, staged.pipeline, staged.sharding) == (8, 8, "zero-1")
+    assert staged.interleaved > 1
+    last = CHOOSE.choose(job_on("h100", "llama3-405b", 256, 8192, 512))
+    assert last.recompute == "full"
+
+
+def test_gathers_hide_from_the_pages_numbers_on() -> None:
+    text = " ".join((ROOT / CHOICE).read_text().split())
+    assert "1,400 on A100 (W = 200 GB/s), 2,200 on H100 (400 GB/s)" in text
+    for cluster, least in (("a100-80", 1400), ("h100", 2200)):
+        many = job_on(cluster, "llama2-7b", 16, 4096, 64)
+        assert CHOOSE.hides_from(many) == pytest.approx(least, rel=0.02)
+        one = job_on(cluster, "llama2-7b", 8, 4096, 64)
+        rate = many.cluster.inside / many.cluster.between
+        assert CHOOSE.hides_from(one) == pytest.approx(CHOOSE.hides_from(many) / rate)
+
+
+def test_example_of_the_page_by_hand() -> None:
+    job = job_on("h100", "llama2-13b", 16, 4096, 1024)
+    (first, *_), _ = ranking.rank_plans(job, {})
+    assert first.layout == CHOOSE.choose(job) == jobs.Layout(16)
+    d, f = 5120, 13824
+    parameters = 40 * (4 * d * d + 3 * d * f + 2 * d) + 2 * 32000 * d + d
+    sizes = [each * parameters / 1e9 for each in (16, 4 + 12 / 16, 16 / 16)]
+    activations = 40 * 4096 * (16 * d + 6 * f + 4 * 40)
+    assert first.kinds["activations"] == activations
+    text = "The state, {:.0f} GB, does not fit in 80. ZeRO-1 needs {:.0f} GB of each "
+    text += "device, without activations, FSDP {:.0f}. A is {:.0f} GB"
+    text = text.format(*sizes, activations / 1e9)
+    assert text in " ".join((ROOT / CHOICE).read_text().split())
+    other = ranking.plan_of(job, jobs.Layout(8, 2))
+    assert 1.03 < other.cost.step / first.cost.step < 1.06
+    assert other.need < 0.8 * first.need
+
+
+def test_what_the_page_says_of_tensor_ranks_and_recomputation() -> None:
+    longer: dict[str, list[float]] = {}
+    for cluster in jobs.CLUSTERS:
+        for model in set(models.MODELS) - {"tinyllama-1.1b"}:
+            for sequence in (2048, 4096, 8192):
+                job = job_on(cluster, model, 64, sequence, 1024)
+                base = jobs.Layout(64, sharding="zero-1")
+                others = {
+                    f"t{t}": base._replace(data=64 // t, tensor=t) for t in (2, 4, 8)
+                }
+                others |= {r: base._replace(recompute=r) for r in jobs.RECOMPUTE[1:]}
+                for name, other in others.items():
+                    step = ranking.plan_of(job, other).cost.step
+                    ratio = step / ranking.plan_of(job, base).cost.step - 1
+                    longer.setdefault(name, []).append(100 * ratio)
+    ranges = {name: (round(min(x)), round(max(x))) for name, x in longer.items()}
+    full = ranges.pop("full")
+    assert ranges == {"t2": (1, 6), "t4": (2, 18), "t8": (6, 42), "selective": (10, 13)}
+    assert 29 <= full[0] <= full[1] <= 34
+    text = (ROOT / CHOICE).read_text()
+    assert [f"{a} to {b} %" in text for a, b in ranges.values()] == 4 * [True]
+
+
+def test_activations_are_33_bytes_times_the_width() -> None:
+    seen = 0
+    for model in models.MODELS.values():
+        job = a_job()._replace(model=model)
+        none, half, least = (
+            memory.kept_by_block(job, recompute, 1) / model.width
+            for recompute in ("none", "selective", "full")
+        )
+        assert none == pytest.approx(33, rel=0.13)
+        assert half / none == pytest.approx(0.47, abs=0.02)
+        assert least == 2
+        seen += 1
+    assert seen == 7
+    assert "about `33 * width * layers * tokens` bytes" in (ROOT / CHOICE).read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--tensor=2"], "it chooses tensor itself; plan.py takes your choice"),
+        (["--recompute=full"], "it chooses recompute itself"),
+        (["--model=gpt5"], "no model 'gpt5': take tinyllama-1.1b"),
+        (["--devices=0"], "--devices is 0: not from 1"),
+        (["--cluster=v100"], "invalid choice: 'v100'"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(options: list[str], reason: str) -> None:
+    result = python(ROOT / "09_one_mesh/which_to_choose/choose.py", *options)
+    assert result.returncode != 0
+    assert result.output.count("\n") == 1, result.output
+    assert result.output.startswith("choose.py: ") and reason in result.output
+
+
+def test_a_choice_that_is_much_slower_is_not_recommended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("16,2048,16,16,5504,32000", "80,8192,64,8,28672,32000")
+    known = {"large": models.read_model(sizes[1])}
+    globals_of_jobs = CHOOSE.read_jobs.__globals__
+    for module in (globals_of_jobs, globals_of_jobs["read_model"].__globals__):
+        monkeypatch.setitem(module, "MODELS", known)
+    monkeypatch.setattr(CHOOSE, "DEVICES", {8})
+    words = ["choose.py", f"--model={sizes[0]}", "--devices=30"]
+    monkeypatch.setattr("sys.argv", words)
+    CHOOSE.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[1:4]] == [
+        ["devices", "8", "30"],
+        ["large", "-", "-"],
+        ["your", "model", "ddp", "?"],
+    ]
+    assert lines[4].startswith("check: 1 choices, ")
+    monkeypatch.setattr(CHOOSE, "WORST", -0.01)
+    with pytest.raises(SystemExit, match="over -1% slower than the planner's fastest"):
+        CHOOSE.main()
+    monkeypatch.setattr("sys.argv", ["choose.py", "--memory=0.1", "--model=large"])
+    with pytest.raises(SystemExit, match="or none is found: ask plan"):
+        CHOOSE.main()

@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import Any, NamedTuple
 
-from models import Model, read_model
+from models import MODELS, Model, read_model
 
 RECOMPUTE = ("none", "selective", "full")
 SHARDING = ("none", "zero-1", "zero-2", "fsdp")  # zero-3 is fsdp
@@ -121,7 +121,7 @@ def flag(name: str) -> str:
 def read_arguments() -> argparse.Namespace:
     """Read the options; refuse in one line what is none, or is out of its range."""
     parser = argparse.ArgumentParser(description="Plan a training run.")
-    parser.error = lambda message: sys.exit(f"plan.py: {message}")  # type: ignore
+    parser.error = lambda message: sys.exit(f"{parser.prog}: {message}")  # type: ignore
     parser.add_argument(
         "--model",
         default="llama2-13b",
@@ -175,6 +175,17 @@ def read_job(options: dict[str, Any]) -> Job:
     names = [name for name in Job._fields[2:] if name in options]
     model = read_model(options["model"])
     return Job(model, cluster, **{name: options[name] for name in names})
+
+
+def read_jobs(options: dict[str, Any], devices: list[int]) -> dict[str, list[Job]]:
+    """Return the jobs of all known models, and of the one that the options name.
+
+    Each model has a job for each number of devices. Raises ValueError as `read_job`.
+    """
+    return {
+        model: [read_job(options | {"model": model, "devices": n}) for n in devices]
+        for model in MODELS | {options["model"]: None}
+    }
 
 
 def why_not(job: Job, layout: Layout) -> str:

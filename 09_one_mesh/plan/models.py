@@ -78,8 +78,10 @@ class Model(NamedTuple):
         return (4 if self.is_gpt else 2) * sequence * self.width
 
 
-# Llama 2: arXiv 2307.09288 and its config.json; Llama 3.1: assets/09_torchtitan.csv.
+# Llama 2: arXiv 2307.09288 and its config.json; Llama 3.1: assets/09_torchtitan.csv;
+# TinyLlama: arXiv 2401.02385 and its config.json.
 MODELS = {
+    "tinyllama-1.1b": Model(22, 2048, 32, 4, 5632, 32000),
     "llama2-7b": Model(32, 4096, 32, 32, 11008, 32000),
     "llama2-13b": Model(40, 5120, 40, 40, 13824, 32000),
     "llama2-70b": Model(80, 8192, 64, 8, 28672, 32000),

@@ -121,6 +121,11 @@ def refuse(job: Job, fixed: dict[str, Any]) -> str:
     return f"{line}more devices do not help: shorten the sequence, or offload"
 
 
+def plan_of(job: Job, layout: Layout) -> Plan:
+    """Return a layout with what it needs and takes, whether it fits or not."""
+    return Plan(layout, peak_bytes(job, layout), step_cost(job, layout))
+
+
 def has_headroom(job: Job, plan: Plan) -> bool:
     """Tell if a plan would fit if it needed 15 % more than is predicted."""
     return HEADROOM * plan.need <= job.cluster.memory
@@ -197,7 +202,7 @@ def why_not_more(job: Job, first: Plan) -> list[str]:
         ((name, value),) = change.items()
         if why_not(job, other):
             continue
-        plan = Plan(other, peak_bytes(job, other), step_cost(job, other))
+        plan = plan_of(job, other)
         text = f"it needs {plan.need / 1e9:.1f} GB"
         if plan.need <= job.cluster.memory:
             text = what_it_loses(job, plan, first)

@@ -1,0 +1,1 @@
+../plan/ranking.py

@@ -1,0 +1,1 @@
+../plan/step_time.py
