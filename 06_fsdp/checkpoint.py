@@ -114,34 +114,34 @@ class TrainingState:
 
     def save(self, validation_loss: float | None = None) -> None:
         """Write the newest checkpoint, keep the one before; every rank calls this."""
+        sampler, text = self.tally.sampler, self.options.text
+        training = {
+            "step": self.step,
+            "global_batch_size": sampler.global_batch_size,
+            "settings": lasting_settings(self.options),
+            "optimizer": gathered(self.optimizer.state_dict()),
+            "schedule": self.schedule.state_dict(),
+            "seen": sum(gather(self.tally.seen, sampler.group)),
+            "random": gather(self.random_states()),
+        }
+        content = {
+            "config": asdict(self.model.config),
+            # The plain model's: DDP would put "module." before every name.
+            "model": gathered(self.model.state_dict()),
+            "validation_loss": validation_loss,
+            "text": text and str(text.resolve()),
+            "training": training,
+        }
+        if dist.get_rank() == 0:
+            write_whole(self.options.checkpoint, content)
+
+    def random_states(self) -> list[torch.Tensor]:
+        """Return the states of this rank's random numbers: the CPU's, its device's."""
         states = [torch.get_rng_state()]
         device = next(self.model.parameters()).device
         if device.type != "cpu":
             states.append(torch.get_device_module(device).get_rng_state(device))
-        random = gather(states)
-        seen = torch.stack(gather(self.tally.seen, self.tally.sampler.group)).sum(dim=0)
-        # The plain model's: DDP would put "module." before every name.
-        model = gathered(self.model.state_dict())
-        optimizer = gathered(self.optimizer.state_dict())
-        if dist.get_rank() > 0:
-            return
-        path, text = self.options.checkpoint, self.options.text
-        content = {
-            "config": asdict(self.model.config),
-            "model": model,
-            "validation_loss": validation_loss,
-            "text": None if text is None else str(text.resolve()),
-            "training": {
-                "step": self.step,
-                "global_batch_size": self.tally.sampler.global_batch_size,
-                "settings": lasting_settings(self.options),
-                "optimizer": optimizer,
-                "schedule": self.schedule.state_dict(),
-                "seen": seen,
-                "random": random,
-            },
-        }
-        write_whole(path, content)
+        return states
 
     def restore(self, start: Start) -> str:
         """Take over a checkpoint's values; every rank calls this.

@@ -467,7 +467,7 @@ def submit(
     environment["PATH"] = f"{folder}{os.pathsep}{environment['PATH']}"
     script = folder / "job.sbatch"
     script.write_text(text)
-    result = run(["bash", script, *words], env=environment)
+    result = run(["bash", script, *words], env=environment, cwd=folder)
     assert result.returncode == 0, result.output
     assert "both tasks have ended" in result.stdout
     return result
@@ -479,7 +479,12 @@ def test_slurm_script_starts_one_agent_on_each_node(tmp_path: Path) -> None:
     result = submit(tmp_path, SLURM.read_text(), script, RANKS="1")
     assert "world: 2 ranks in one process group" in result.stdout
     assert "│ rank 0   local rank 0        │  │ rank 1   local rank 0" in result.stdout
-    assert "check: 2 ranks are numbered from 0" in result.stdout
+    assert "rank 0: check: 2 ranks are numbered from 0" in result.stdout
+    # Both nodes are called localhost here, and each has a folder of its own.
+    logs = sorted(tmp_path.glob("logs/*/localhost/*/attempt_0/0/stdout.log"))
+    assert len(logs) == 2
+    said = sorted(path.read_text().count("check: 2 ranks") for path in logs)
+    assert said == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -510,6 +515,7 @@ def test_slurm_script_starts_as_many_ranks_as_it_asks_for(
         assert f" --nnodes=2 --nproc-per-node={ranks} --rdzv-backend=c10d " in line
         assert f"--rdzv-conf=is_host={1 - node},join_timeout=300 " in line
         assert re.search(r"--rdzv-endpoint=localhost:2\d{4} ", line)
+        assert re.search(r" --log-dir=logs/\d+/localhost --tee=3 ", line)
         signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
         assert line.endswith(
             f" --local-addr=localhost --signals-to-handle={signals} my.py --a=b c"

@@ -148,8 +148,12 @@ NOT_RUN: dict[str, list[str]] = {
         "it rewrites the pages; the tests run the same code on copies",
     ],
     "03_ddp_torchrun/cluster/README.md": [
+        "it needs a cluster",
+        "it needs GPUs; chapter 03's page runs it on a CPU",
         "it needs two machines; the next block runs it on one",
         "it needs a cluster; tests/test_ddp_cluster.py runs the script",
+        "it needs GPUs",
+        "it needs a cluster; the answers are those that the sources name",
     ],
     "03_ddp_torchrun/fault_tolerance/README.md": [
         "nothing fails in it; in crashes.py above a rank does",
