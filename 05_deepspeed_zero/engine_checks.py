@@ -119,7 +119,7 @@ def partitioned_evenly(engine: Any) -> tuple[bool, str]:
     whole, expected_whole = whole_count(engine)
     is_right = optimizer_count(engine) == moment_count(engine) == expected
     claim = (
-        f"optimizer state of {expected:,} parameters and {expected_whole:,} whole "
+        f"optimizer state of {expected:,} parameters, {expected_whole:,} whole "
         f"weights on each of {world_size} rank(s)"
     )
     return is_right and whole == expected_whole, claim

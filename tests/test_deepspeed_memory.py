@@ -139,7 +139,8 @@ def step_of_ddp(width: int, **lean: bool) -> float:
         torch.nn.Sequential(*chain), gradient_as_bucket_view=bool(lean)
     )
     # A GPU's default is foreach, a CPU's is not.
-    adam = torch.optim.AdamW(model.parameters(), **(lean or {"foreach": True}))
+    settings: Any = lean or {"foreach": True}
+    adam = torch.optim.AdamW(model.parameters(), **settings)
     for _ in range(3):  # DDP makes its buckets anew after the first
         adam.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):

@@ -419,7 +419,7 @@ def claim_of_counts(stage: int, ranks: int) -> str:
     """Return what the first check of a stage script says."""
     whole = IN_NORMS if stage == 3 else PARAMETERS
     return (
-        f"optimizer state of {count_on_a_rank(stage, ranks):,} parameters and "
+        f"optimizer state of {count_on_a_rank(stage, ranks):,} parameters, "
         f"{whole:,} whole weights on each of {ranks} rank(s)"
     )
 
@@ -798,7 +798,7 @@ def test_step_of_zeros_has_one_config_that_avoids_it(zero_pools: Pools) -> None:
         (0, "bf16", "local loss", r"losses [1-9]e-02 from one"),
         (0, "bf16", "step of zeros", r"losses [5-9]e-02 .*, weights [1-9]e-01 \("),
         (2, "bf16", "lost states", r"optimizer state of 60,386 parameters"),
-        (3, "bf16", "a whole weight", r"60,394 parameters and 650 whole weights on"),
+        (3, "bf16", "a whole weight", r"60,394 parameters, 650 whole weights on"),
     ],
 )
 def test_the_check_finds(
