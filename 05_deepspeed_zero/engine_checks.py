@@ -102,15 +102,27 @@ def whole_weights(engine: Any) -> list[Tensor]:
     return copies
 
 
+def whole_count(engine: Any) -> tuple[int, int]:
+    """Count the weights that are whole after a step; also as the config has it."""
+    # After `whole_weights` this would be none: it also frees what should stay whole.
+    weights = [p.numel() for p in engine.module.parameters()]
+    sizes, most = tensor_sizes(engine), engine.zero_param_persistence_threshold()
+    if engine.zero_optimization_stage() == 3:
+        sizes = [n for n in sizes if n <= most]
+    return sum(weights), sum(sizes)
+
+
 def partitioned_evenly(engine: Any) -> tuple[bool, str]:
-    """Compare what this rank's optimizer holds with the formula, for `ranks.check`."""
+    """Compare what this rank holds with the formulas, for `ranks.check`."""
     stage, world_size = engine.zero_optimization_stage(), dist.get_world_size()
     expected = expected_count(tensor_sizes(engine), stage, world_size)
+    whole, expected_whole = whole_count(engine)
     is_right = optimizer_count(engine) == moment_count(engine) == expected
     claim = (
-        f"optimizer state of {expected:,} parameters on each of {world_size} rank(s)"
+        f"optimizer state of {expected:,} parameters, {expected_whole:,} whole "
+        f"weights on each of {world_size} rank(s)"
     )
-    return is_right, claim
+    return is_right and whole == expected_whole, claim
 
 
 def train_alone(

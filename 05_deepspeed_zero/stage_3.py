@@ -1,8 +1,8 @@
-"""ZeRO stage 3: as stage 2, and weights of more than 100,000 values are partitioned.
+"""ZeRO stage 3: as stage 2, and weights are partitioned too, tensor by tensor.
 
 Run: deepspeed --num_gpus=2 05_deepspeed_zero/stage_3.py
-Expect: each rank's optimizer holds half of the parameters, divided tensor by tensor;
-    the loss falls as before; the weights that one process comes to.
+Expect: each rank's optimizer holds half of the parameters; only tensors of up to 1,000
+    values stay whole; the loss falls as before; the weights that one process comes to.
 """
 
 import argparse
@@ -38,7 +38,7 @@ CONFIG: dict[str, Any] = {
     },
     # Also what DeepSpeed does if you say nothing; 0 turns clipping off.
     "gradient_clipping": 1.0,
-    "zero_optimization": {"stage": 3},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1_000},
 }
 # Of a width that two ranks cannot halve, so that one sees DeepSpeed's padding.
 SIZES = GPTConfig(block_size=32, width=65, heads=5)

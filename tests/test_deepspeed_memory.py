@@ -126,6 +126,39 @@ def touched_since_then(device: torch.device) -> Callable[[], int]:
     return taken
 
 
+def step_of_ddp(width: int, **lean: bool) -> float:
+    """Train with DDP and autocast; return the most bytes a parameter in a step.
+
+    Args:
+        width: of 24 square matrices.
+        lean: AdamW's `fused`, and with it DDP's `gradient_as_bucket_view`.
+    """
+    taken = touched_since_then(torch.device("cpu"))
+    chain = [torch.nn.Linear(width, width, bias=False) for _ in range(24)]
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(*chain), gradient_as_bucket_view=bool(lean)
+    )
+    # A GPU's default is foreach, a CPU's is not.
+    settings: Any = lean or {"foreach": True}
+    adam = torch.optim.AdamW(model.parameters(), **settings)
+    for _ in range(3):  # DDP makes its buckets anew after the first
+        adam.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.ones(4, width)).float().square().mean()
+        loss.backward()
+        # What was larger before is forgotten; `taken` still knows how it began.
+        Path("/proc/self/clear_refs").write_text("5")
+        adam.step()
+    return taken() / (24 * width * width)
+
+
+def steps_of_ddp() -> list[float]:
+    """Return the peak with DDP's and a GPU's defaults, and the lean one."""
+    for lean in ({}, {"fused": True}):
+        step_of_ddp(64, **lean)  # the first Adam imports much
+    return [step_of_ddp(512), step_of_ddp(512, fused=True)]
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
     """Return warm workers of this file's own: DeepSpeed remembers how many ranks."""
@@ -497,6 +530,15 @@ def test_stage_0_in_bfloat16_makes_all_gradients_float32_for_adam(counted: Any) 
         assert bytes_of(found, "bf16", "peak")[0] == pytest.approx(expected, rel=0.01)
         checked += 1
     assert checked == RANKS
+
+
+def test_ddp_in_autocast_takes_no_less_in_a_step(worker_pool: WorkerPool) -> None:
+    # In fp32: weights, gradients, moments; by default the buckets, and temporaries.
+    expected = [4 + 4 + 8 + 4 + 4, 4 + 4 + 8]
+    results = worker_pool.run(steps_of_ddp)
+    assert results == [pytest.approx(expected, abs=1)] * 2
+    page = " ".join((ROOT / ROOM / "README.md").read_text("utf-8").split())
+    assert "DDP in autocast adds 4 for buckets and 4 for `foreach`; with" in page
 
 
 def test_history_tells_the_peak_and_begins_where_it_ends(counted: Any) -> None:

@@ -37,6 +37,8 @@ V, T, D, L = 256, 32, 65, 2
 NORM = [D, D]  # weight and bias
 SIZES = [V * D, T * D, *L * [*NORM, *4 * [D * D], *NORM, *2 * [4 * D * D]], *NORM]
 PARAMETERS = sum(SIZES)
+SMALL = 1000  # tensors of up to so many values stay whole in the lesson of stage 3
+IN_NORMS = (2 * L + 1) * sum(NORM)  # and these are the norms'
 DEFAULT_PORT = "29500"  # allowed port: the launcher's
 LR, DECAY = 2e-3, 0.01  # of the stages
 RECIPE_LR = 3e-3
@@ -122,11 +124,10 @@ def all_stages(steps: int, precision: str) -> list[tuple[Any, ...]]:
         assert [group["lr"] > 0 for group in groups] == [True]
         assert [bool(group["params"]) for group in groups] == [stage < 3]
         counts = [checks.optimizer_count(engine), checks.moment_count(engine)]
+        held = checks.partitioned_evenly(engine)
         batch_of = batches_for_all_ranks()
         found = checks.same_as_one_process(engine, new_gpt(), batch_of, losses)
-        results.append(
-            (lines, counts, losses, checks.partitioned_evenly(engine), found)
-        )
+        results.append((lines, counts, losses, held, found))
         engine.destroy()
     return results
 
@@ -164,6 +165,9 @@ def check_after(stage: int, precision: str, mistake: str) -> tuple[bool, str]:
             next(engine.module.parameters())[0, 0] *= 1 + 0.01 * dist.get_rank()
     if mistake == "lost states":
         engine.optimizer.optimizer.state.clear()
+        return checks.partitioned_evenly(engine)
+    if mistake == "a whole weight":
+        next(iter(engine.module.parameters())).all_gather()
         return checks.partitioned_evenly(engine)
     return checks.same_as_one_process(
         engine, untrained, batches_for_all_ranks(), losses
@@ -391,7 +395,11 @@ def test_the_stages_differ_only_in_docstring_and_config() -> None:
     assert first.count('{"stage": 0}') == 1
     for stage in (1, 2, 3):
         other = body(FOLDER / f"stage_{stage}.py")
-        assert other == first.replace('{"stage": 0}', f'{{"stage": {stage}}}')
+        settings = {"stage": stage}
+        if stage == 3:  # by default all of this model's tensors would stay whole
+            settings["stage3_param_persistence_threshold"] = SMALL
+        line = json.dumps(settings).replace(f"{SMALL}}}", f"{SMALL:_}}}")
+        assert other == first.replace('{"stage": 0}', line)
 
 
 def count_on_a_rank(stage: int, ranks: int) -> int:
@@ -407,12 +415,21 @@ def count_on_a_rank(stage: int, ranks: int) -> int:
     return (PARAMETERS + -PARAMETERS % (2 * ranks)) // ranks
 
 
+def claim_of_counts(stage: int, ranks: int) -> str:
+    """Return what the first check of a stage script says."""
+    whole = IN_NORMS if stage == 3 else PARAMETERS
+    return (
+        f"optimizer state of {count_on_a_rank(stage, ranks):,} parameters, "
+        f"{whole:,} whole weights on each of {ranks} rank(s)"
+    )
+
+
 def assert_is_a_lesson(text: str, stage: int, ranks: int, count: str) -> None:
     lines = re.findall(r"^rank (\d) \| stage (\d) .* count ([\d,]+)$", text, re.M)
     assert lines == [(str(rank), str(stage), count) for rank in range(ranks)]
     checks = re.findall(r"^check: (.*)$", text, re.M)
     assert checks[:2] == [
-        f"optimizer state of {count} parameters on each of {ranks} rank(s)",
+        claim_of_counts(stage, ranks),
         "the same weights on each, to the last bit",
     ]
     assert len(checks) == 3 and re.fullmatch(COMPARED, checks[2])
@@ -729,11 +746,7 @@ def test_all_stages_equal_one_process(
             assert len(lines) == world_size + (2 if world_size == 1 else 1)
             apart = max(abs(a - b) for a, b in zip(losses, results[0][2], strict=True))
             assert apart < (1e-5 if precision == "fp32" else 1e-3)
-            assert held == (
-                True,
-                f"optimizer state of {expected:,} parameters on each "
-                f"of {world_size} rank(s)",
-            )
+            assert held == (True, claim_of_counts(stage, world_size))
             limits = ("1e-04", "1e-03") if precision == "fp32" else ("2e-03", "3e-02")
             assert found[0], found[1]
             match = re.fullmatch(COMPARED, found[1])
@@ -785,6 +798,7 @@ def test_step_of_zeros_has_one_config_that_avoids_it(zero_pools: Pools) -> None:
         (0, "bf16", "local loss", r"losses [1-9]e-02 from one"),
         (0, "bf16", "step of zeros", r"losses [5-9]e-02 .*, weights [1-9]e-01 \("),
         (2, "bf16", "lost states", r"optimizer state of 60,386 parameters"),
+        (3, "bf16", "a whole weight", r"60,394 parameters, 650 whole weights on"),
     ],
 )
 def test_the_check_finds(

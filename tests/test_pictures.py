@@ -33,6 +33,8 @@ PRINTED = {
     "draw_bandwidth.py": "6 collectives of 9 sizes; wrote 01_bandwidth.png",
     "draw_collectives.py": "9 pictures, 108 numbers, which fit together",
     "draw_ring.py": "12 recorded messages add up to the sum; wrote 01_ring.png",
+    "draw_zero_3.py": "6 of 8 gathers while a module computes, 2 modules whole at "
+    "most; wrote 05_zero_3.png",
 }
 WITH_NUMBERS = [
     script for script in SCRIPTS if "numbers_from" in (ROOT / script).read_text()

@@ -2,7 +2,10 @@
 
 import contextlib
 import copy
+import importlib
 import io
+import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from launch import ROOT
 from lessons import in_the_pool
 from scripts import load_chapter
 from worker_pool import WorkerPool
@@ -1079,6 +1083,22 @@ def test_stage_3_gathers_once_a_use_and_reduces_once(walks: Any) -> None:
         forward_only = Counter(kind for kind, _ in found["logs"][3])
         assert forward_only["all_gather_single"] == PARAMETERS
         assert forward_only["reduce_scatter_single"] == 0
+
+
+def record_the_picture() -> list[list[Any]]:
+    """Record the step of assets/05_zero_3.png again."""
+    with mock.patch.object(sys, "path", [str(ROOT / "assets"), *sys.path]):
+        recording = importlib.import_module("record_zero_3")
+    events = recording.record_step(load_chapter(CHAPTER)["zero_3"])
+    return [list(event) for event in events]
+
+
+def test_picture_is_drawn_from_what_stage_3_does(worker_pool: WorkerPool) -> None:
+    drawn = json.loads((ROOT / "assets" / "05_zero_3.json").read_text())
+    # Four modules: twice a gather and a computation, which begin and end, and a free;
+    # once a reduce-scatter, which begins and ends.
+    assert [len(events) for events in drawn] == [4 * (2 * (2 + 2 + 1) + 2)] * 2
+    assert worker_pool.run(record_the_picture) == drawn
 
 
 class Buffered(nn.Module):
