@@ -134,7 +134,7 @@ def test_each_script_draws_with_the_shared_letters() -> None:
     for script in SCRIPTS:
         text = (ROOT / script).read_text()
         assert "from pictures import" in text and "dpi=" not in text, script
-    assert len(SCRIPTS) == 25 and len(COMMITTED) == 34
+    assert len(SCRIPTS) == 26 and len(COMMITTED) == 35
 
 
 # --- What cannot work. ----------
