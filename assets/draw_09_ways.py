@@ -47,6 +47,9 @@ WAYS = {
     "context": (lambda *_: ALL, "tokens", "keys, values, gradients"),
     "expert": (lambda *_: EXPERT, "sample", "tokens, gradients"),
 }
+# Into how many parts activations are divided. A tensor rank keeps the inputs of its
+# matrices whole; a pipeline's first rank has a micro-batch in flight for each stage.
+PARTS_OF_A = {"tensor": 3, "context": 4}
 SEEN: dict[str, Callable[[int], list[Box]]] = {
     "sample": lambda i: ALL * (i == 0),
     "all": lambda i: ALL,
@@ -81,8 +84,7 @@ def draw_way(axes: Axes, left: float, top: float, name: str) -> float:
     for i in range(RANKS):
         draw_cell(axes, (begin, top - i * ROW, width, ROW), SEEN[sees](i))
     bottom = top - LAYERS * ROW
-    # A rank of a pipeline keeps as many micro-batches as there are stages.
-    activations = "A/4" if name in ("tensor", "context") else "A"
+    activations = f"A/{PARTS_OF_A[name]}" if name in PARTS_OF_A else "A"
     text = f"{kept * BILLIONS:g} GB + {activations}"
     axes.text(left, bottom - 0.24, text, weight="bold", color=INK)
     axes.text(left, bottom - 0.46, f"sends {sends}", color=INK, fontsize=10)

@@ -1008,10 +1008,14 @@ def test_first_layout_of_the_rules_that_fits_and_hides_is_chosen() -> None:
             ("h100", "llama2-70b", 64, 8192, 512),
             layout(8, 8, sharding="zero-1", recompute="selective"),
         ),
+        (
+            ("h100", "llama2-70b", 64, 131072, 64),
+            layout(8, 2, context=4, recompute="full"),
+        ),
         # More ranks than sequences: two share one.
         (("h100", "llama2-7b", 512, 8192, 256), layout(256, 2, sharding="zero-1")),
     ]
-    assert len(cases) == 7
+    assert len(cases) == 8
     for job, expected in cases:
         assert CHOOSE.choose(job_on(*job)) == expected, job
     staged = CHOOSE.choose(job_on("a100-80", "llama3-405b", 1024, 4096, 1024))
@@ -1087,6 +1091,23 @@ def test_activations_are_33_bytes_times_the_width() -> None:
         seen += 1
     assert seen == 7
     assert "about `33 * width * layers * tokens` bytes" in (ROOT / CHOICE).read_text()
+
+
+def test_picture_divides_activations_as_the_planner_does() -> None:
+    parts = load_chapter("assets")["draw_09_ways"].PARTS_OF_A
+    job = job_on("a100-80", "llama2-7b", 4, 4096, 64)
+    kept = {
+        name: memory.peak_bytes(job, layout)["activations"]
+        for name, layout in {
+            "one": jobs.Layout(4),
+            "tensor": jobs.Layout(1, 4),
+            "pipeline": jobs.Layout(1, pipeline=4),
+            "context": jobs.Layout(1, context=4),
+        }.items()
+    }
+    ways = {name: kept["one"] / kept[name] for name in kept if name != "one"}
+    assert ways.pop("pipeline") == pytest.approx(1) and "pipeline" not in parts
+    assert ways == pytest.approx(parts, rel=0.03)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def choose(job: Job) -> Layout | None:
     for (t, p, recompute), sharding in product(splits(), ("none", "zero-1", "fsdp")):
         data = max(1, job.cluster.devices // (t * p * context))
         tokens = job.sequence / context / t  # of a micro-batch, for each tensor rank
-        if sharding == "fsdp" and (p > 1 or tokens < hides_from(job)):
+        if sharding == "fsdp" and tokens < hides_from(job):
             continue
         for stages in (4, 2, 1) if p > 1 else (1,):
             layout = Layout(data, t, p, context, sharding, 1, recompute, stages)
