@@ -75,7 +75,9 @@ class Stage:
     def backward(self, i: int) -> None:
         """Receive the gradient of what forward(i) sent; send that of what it received.
 
-        Gradients of the parameters add up over the micro-batches.
+        Gradients of the parameters add up over the micro-batches. Every stage has to
+        take them in the order 0, 1, 2: the wait for a gradient that was sent ends when
+        the stage before is at that micro-batch, and it needs no later one to get there.
         """
         x, y = self.in_flight.pop(i)
         gradient = None
@@ -86,6 +88,8 @@ class Stage:
             self.sending.pop(f"F{i}")[0].wait()
         self.compute_backward(i, y, gradient)
         if x.grad is not None:  # tokens have none
+            if i > 0:  # so that one gradient at a time waits to be received, and not m
+                self.sending.pop(f"B{i - 1}")[0].wait()
             self.send(f"B{i}", x.grad, self.index - 1, self.gradients)
 
     def compute_forward(self, i: int, x: Tensor, labels: Tensor) -> Tensor:

@@ -244,6 +244,32 @@ def faults_of(measured: dict) -> list[str]:
     ]
 
 
+def known_steps() -> dict[str, dict]:
+    """Measure ways whose steps take a second on rank 0, and two on rank 1."""
+    clock, names = [0.0], ["one", "other"]
+
+    def take_step(*_: object) -> None:
+        clock[0] += 1.0 + dist.get_rank()
+
+    options = argparse.Namespace(width=4, batch_size=2, bucket_mb=1.0, rounds=2)
+    with mock.patch.multiple(
+        TIMELINE,
+        take_step=take_step,
+        time=mock.Mock(perf_counter=lambda: clock[0]),
+        make_models=lambda *_: (None, dict.fromkeys(names)),
+        gradient_errors=lambda *_: dict.fromkeys(names, float(dist.get_rank())),
+        trace=lambda *_: None,
+        summarise=lambda _: dist.get_rank(),
+    ):
+        return TIMELINE.measure_ways(options)
+
+
+def test_a_step_takes_as_long_as_on_the_slower_rank(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(known_steps)
+    way = {"errors": [0, 1], "seconds": [2, 2], "traces": [[0, 0], [1, 1]]}
+    assert found == [{"one": way, "other": way}] * 2
+
+
 @pytest.mark.slow
 def test_all_ways_are_traced_as_they_are(worker_pool: WorkerPool) -> None:
     measured, other = worker_pool.run(traced_steps, 256, world_size=2)
@@ -391,6 +417,18 @@ def test_backward_is_over_with_the_last_gradient() -> None:
     assert step["backward"] == (10, 70)
     assert step["finish"] == (70, 120)
     assert (step["calls"], step["early"]) == (3, 2)
+
+
+def test_what_the_profiler_writes_is_in_microseconds(tmp_path: Path) -> None:
+    # The Trace Event Format has `ts` and `dur` in microseconds; a base is PyTorch's.
+    events = [
+        {"ph": "X", "name": "a", "ts": 2.5, "dur": 1.25},
+        {"ph": "i", "name": "b"},
+    ]
+    written = {"baseTimeNanoseconds": 5000, "traceEvents": events}
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(written))
+    assert TRACING.read_spans(path) == {"a": [(7500, 8750)]}
 
 
 def test_clocks_that_disagree_are_noticed() -> None:

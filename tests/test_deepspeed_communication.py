@@ -78,6 +78,29 @@ def test_deepspeed_sends_3_where_the_paper_sends_2(
     assert said[0].endswith(f"check: on {ranks} ranks {agree}\n")
 
 
+def test_stage_3_sends_its_formula_and_what_gloo_adds(zero_pools: Pools) -> None:
+    said, _ = zero_pools(2).run(count_small, "none", world_size=2)
+    rows = re.findall(r"^(?:stage|  with).* ([\d.]+) +([\d.]+)$", said, re.M)
+    needed = [float(one) for one, _ in rows]
+    # As above; on gloo each micro-batch's reduce-scatter is an all-reduce.
+    assert needed == pytest.approx([2.72, 5.17], abs=0.01)
+    sent = [float(one) for _, one in rows]
+    assert sent == pytest.approx([needed[0] + 1, needed[1] + 2], rel=0.05)
+    assert "check: on 2 ranks 3 counts agree in 12 steps" in said
+
+
+def test_an_all_reduce_alone_has_to_be_sent_twice() -> None:
+    # Thakur, Rabenseifner and Gropp, 2005: an all-reduce is a reduce-scatter and an
+    # all-gather, (n - 1) / n of the message each. No other collective is two.
+    traffic = load_chapter(ROOM)["traffic"]
+    calls = {call for call, _ in traffic.COLLECTIVES.values()}
+    once = dict.fromkeys(["all_gather", "reduce_scatter", "reduce", "broadcast"], 1)
+    assert {call: traffic.times_sent(call) for call in calls} == {
+        "all_reduce": 2,
+        **once,
+    }
+
+
 def test_volume_is_the_papers_and_what_deepspeed_adds_to_it() -> None:
     module = load_chapter(ROOM)["communication_volume"]
     # Rajbhandari et al., 2020, section 7: an all-reduce is 1 + 1. Stages 1 and 2 reduce

@@ -608,6 +608,24 @@ def test_what_is_sent_or_stepped_at_a_time_has_a_limit() -> None:
     assert adams.keys() == peak.ADAMS.keys() and len(adams) == 3
 
 
+def test_peaks_of_a_hundred_values_by_hand() -> None:
+    # One rank, tensors of 60 and 40 values, Adam's two moments. As DeepSpeed 0.19.8 and
+    # PyTorch 2.13.0 allocate them, in bytes.
+    peak, run = module("peak"), module("added").Run([60, 40], 0, 0, 1, "fp32")
+    # Stage 0 in fp32, one tensor after the other: two temporaries of the larger one,
+    # and the first of the next, which is there before they go.
+    kept = {"parameters": 400, "gradients": 400, "optimizer": 800, "buckets": 0}
+    assert peak.peak_bytes(kept, run, "single") == 1600 + 3 * 4 * 60
+    # Stage 1 in bf16: this rank's gradients are copied beside the bucket.
+    kept = {"parameters": 200, "gradients": 200, "optimizer": 1200, "buckets": 1000}
+    run = run._replace(stage=1, precision="bf16")
+    assert peak.peak_bytes(kept, run, "deepspeed") == 1400 + 1000 + 2 * 100
+    # Gradients accumulated in fp32 are sent as a copy of 2 bytes a value.
+    kept |= {"gradients": 600, "buckets": 0}
+    run = run._replace(accumulate="fp32")
+    assert peak.peak_bytes(kept, run, "deepspeed") == 2000 + 2 * 100
+
+
 # --- The calculator. ----------
 
 
@@ -673,6 +691,19 @@ def test_need_is_one_number_and_counts_everything() -> None:
             assert found["need"] == max(together, found["step"])
             checked += 1
     assert checked == 12
+
+
+def test_what_is_offloaded_is_on_the_host_with_two_buffers_for_gradients() -> None:
+    fit, share = module("will_it_fit"), 7_615_616_512 / 64
+    # In bytes for each value of a rank: master weight and two moments in fp32, weights
+    # if all is offloaded, and gradients twice, in fp32 and in bf16 (DeepSpeed 0.19.8).
+    for offload, weights in (("optimizer", 0), ("all", 2)):
+        job = fit.job_of_shape("7B")._replace(offload=offload)
+        found = fit.rank_bytes(job, 3, 64)
+        host = (4 + 4 + 4) + weights + (4 + 2)
+        assert found["host"] / share == pytest.approx(host, rel=1e-3)
+        assert found["optimizer"] == found["gradients"] == 0
+        assert found["parameters"] / share == pytest.approx(2 - weights, rel=1e-3)
 
 
 def test_qwen2_on_two_cards_of_32_gb_fits_from_stage_1_on() -> None:

@@ -134,6 +134,31 @@ def test_first_choices_take_the_places_first() -> None:
         assert mixture.pairs_with_a_place(chosen, 3, capacity).tolist() == kept
 
 
+def test_capacity_is_rounded_up() -> None:
+    # Fedus et al., Switch Transformers, equation 3: tokens / experts x capacity factor.
+    # A place is whole: 5 tokens for 2 experts are 2.5, so 3.
+    for tokens, k, factor, places in ((5, 1, 1.0, 3), (4, 1, 1.0, 2), (5, 1, 1.25, 4)):
+        layer = mixture.Mixture(D, 2, k, factor)
+        nn.init.constant_(layer.router.weight, 0.0)
+        with torch.no_grad():
+            layer.router.weight[0] = 1.0  # all choose expert 0
+        layer(torch.ones(1, tokens, D))
+        assert layer.chosen.tolist() == [tokens, 0]
+        assert tokens - layer.dropped == places
+
+
+def test_an_expert_is_the_mlp_of_a_block() -> None:
+    model = modules["model"]
+    block, x = model.Block(model.GPTConfig(width=D)), torch.randn(B, T, D)
+    expert = mixture.expert_mlp(D)
+    names = [name for name, _ in expert.named_parameters()]
+    assert names == ["mlp_in.weight", "mlp_out.weight"]
+    expert.load_state_dict({name: block.get_parameter(name) for name in names})
+    # A block without attention adds its MLP to what it gets.
+    nn.init.zeros_(block.attention_out.weight)
+    torch.testing.assert_close(x + expert(block.mlp_norm(x)), block(x))
+
+
 def test_a_dropped_token_is_left_to_the_residual() -> None:
     torch.manual_seed(0)
     layer, x = mixture.Mixture(D, 4, k=1, capacity_factor=0.5), torch.randn(1, 16, D)
@@ -451,6 +476,9 @@ def ending_with(fault: str) -> tuple[Any, str]:
         )
         return doubled[::2]
 
+    def off_by(error: float, where: str) -> Any:
+        return lambda ours, alone, of: error if of == where else 0.0
+
     through = mixture.MixtureOfExperts.through_experts
     faulty = functools.partial(mixture.MixtureOfExperts, capacity_factor=1.0)
     faults: dict[str, tuple[Any, str, Any]] = {
@@ -459,6 +487,8 @@ def ending_with(fault: str) -> tuple[Any, str]:
         "router": (mixture, "choose_experts", next_expert),
         "capacity": (both, "MixtureOfExperts", faulty),
         "bytes": (mixture.MixtureOfExperts, "through_experts", gives_more),
+        "gradients alone": (experts, "largest_error", off_by(1e-10, "grad")),
+        "weights alone": (experts, "largest_error", off_by(1e-7, "data")),
     }
     with (
         contextlib.redirect_stderr(errors),
@@ -473,7 +503,11 @@ def ending_with(fault: str) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize(
-    "fault", ["backward", "division", "router", "capacity", "bytes"]
+    "fault",
+    [
+        *("backward", "division", "router", "capacity", "bytes"),
+        *("gradients alone", "weights alone"),
+    ],
 )
 def test_experts_gone_wrong_are_noticed(worker_pool: WorkerPool, fault: str) -> None:
     ends = worker_pool.run(ending_with, fault)

@@ -5,6 +5,7 @@ import io
 import itertools
 import re
 import sys
+import weakref
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -276,6 +277,36 @@ def ends_of_tied() -> Tensor | None:
 def test_tied_matrix_stays_the_same_bits_on_both_ends(worker_pool: WorkerPool) -> None:
     first, middle, last = worker_pool.run(ends_of_tied, world_size=3)
     assert middle is None and torch.equal(first, last)
+
+
+def gradients_under_way(name: str, micro_batches: int) -> list[int]:
+    """Run a step; when a gradient is sent, how many sent ones does this rank hold?"""
+    module, sent, alive, isend = script("stage"), [], [], dist.isend
+
+    def noted(tensor: Tensor, to: int, **options: Any) -> Any:
+        if to < dist.get_rank():
+            sent.append(weakref.ref(tensor))
+            alive.append(sum(one() is not None for one in sent))
+        return isend(tensor, to, **options)
+
+    case = Case(name, [1] * dist.get_world_size(), micro_batches, 1)
+    stage = module.Stage(module.Part(whole_model(case), dist.get_rank(), case.cut))
+    batch = tokens_of(case)[0]
+    with mock.patch.object(dist, "isend", noted):
+        stage.run(schedule_of(name), batch[:, :-1], batch[:, 1:], 1)
+    return alive
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_a_stage_holds_few_gradients_that_it_has_sent(
+    worker_pool: WorkerPool, name: str, p: int
+) -> None:
+    first, *others = worker_pool.run(gradients_under_way, name, 9, world_size=p)
+    assert first == [] and len(others) == p - 1
+    # However many micro-batches there are: the one before may still be on its way.
+    for alive in others:
+        assert len(alive) == 9 and max(alive) <= 2
 
 
 # --- The lessons, whole and broken. ----------

@@ -315,10 +315,10 @@ def test_kept_bytes_follow_from_the_shapes(worker_pool: WorkerPool) -> None:
     assert peaks[0] == pytest.approx(expected, rel=1e-3)
 
 
-def shown_bytes() -> tuple[Any, str]:
-    """Let two_real_stages.py show peaks that are known."""
+def shown_bytes(by_1f1b: tuple[int, int] = (2, 1)) -> tuple[Any, str]:
+    """Let two_real_stages.py show peaks that are known, in MiB; 8 each by GPipe."""
     real = script(BUBBLE, "two_real_stages")
-    peaks = [(0.3, [8 << 20, 8 << 20]), (0.3, [2 << 20, 1 << 20])]
+    peaks = [(0.3, [8 << 20, 8 << 20]), (0.3, [peak << 20 for peak in by_1f1b])]
     with mock.patch.object(real, "run_real", side_effect=peaks):
         return run_here(BUBBLE, "two_real_stages")
 
@@ -330,6 +330,14 @@ def test_bytes_are_shown_in_mib_beside_the_formula_s_share(
     assert code == 0 and "kept for backward: 2.0 and 1.0 MiB" in said
     # (p - 1) / (m + p - 1) of two stages and eight micro-batches.
     assert f"formula        | idle {1 / 9:.1%}\n" in said
+
+
+@pytest.mark.parametrize("by_1f1b", [(3, 1), (2, 2)], ids=str)
+def test_other_bytes_on_either_stage_are_noticed(
+    worker_pool: WorkerPool, by_1f1b: tuple[int, int]
+) -> None:
+    ends = worker_pool.run(shown_bytes, by_1f1b)
+    assert [code for code, _ in ends] == [1, 1]
 
 
 # --- mistakes/: each is provoked. ----------
@@ -500,7 +508,6 @@ def test_bytes_of_three_ways_and_where_they_cross(worker_pool: WorkerPool) -> No
     assert min(sent[128], key=sent[128].__getitem__) == "data"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["no sum", "half"])
 def test_three_ways_notice(worker_pool: WorkerPool, fault: str) -> None:
     ends = worker_pool.run(three_ways_with, fault)

@@ -315,6 +315,7 @@ FAULTS = [
     "mean of local means",
     "embeds local positions",
     "zigzag is contiguous",
+    "a tenth more is sent",
 ]
 
 
@@ -322,6 +323,7 @@ def ends_with_faults() -> dict[str, tuple[Any, str]]:
     """Run the lesson with one thing wrong, again and again."""
     scores_of, loss_of_shard = ring.scores_of, script.loss_of_shard
     arange, cross_entropy = torch.arange, F.cross_entropy
+    activations_sent = script.Counted.activations_sent
 
     def local_positions(q: Tensor, k: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         # What is_causal=True on each block would do.
@@ -353,6 +355,11 @@ def ends_with_faults() -> dict[str, tuple[Any, str]]:
         "mean of local means": (script, "loss_of_shard", mean_of_local_means),
         "embeds local positions": (script, "loss_of_shard", embeds_local_positions),
         "zigzag is contiguous": (script, "zigzag", contiguous),
+        "a tenth more is sent": (
+            script.Counted,
+            "activations_sent",
+            lambda calls: activations_sent(calls) * 1.1,
+        ),
     }
     return {name: ending([fault]) for name, fault in faults.items()}
 
@@ -363,9 +370,9 @@ def test_lesson_gone_wrong_is_noticed(worker_pool: WorkerPool) -> None:
     assert len(by_rank) == 4
     for rank, ends in enumerate(by_rank):
         assert list(ends) == FAULTS
-        assert [code for code, _ in ends.values()] == [1] * 6
+        assert [code for code, _ in ends.values()] == [1] * 7
         heard = [text.startswith(said) for _, text in ends.values()]
-        assert heard == [rank == 0] * 6, ends
+        assert heard == [rank == 0] * 7, ends
 
 
 # --- PyTorch's own. ----------

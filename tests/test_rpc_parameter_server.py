@@ -12,9 +12,11 @@ import sys
 import textwrap
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,6 +27,7 @@ from torch.nn.functional import cross_entropy
 
 from launch import ROOT, Result, free_port, python
 from scripts import load_chapter
+from worker_pool import WorkerPool
 
 CHAPTER = "04_rpc_parameter_server"
 TRAIN = ROOT / CHAPTER / "train.py"
@@ -570,6 +573,56 @@ def test_a_dense_part_outside_ddp_is_noticed(tmp_path: Path) -> None:
     assert result.returncode == 1
     wrong = "the lesson has gone wrong: the dense weights of 2 trainer(s) are NOT equal"
     assert wrong in result.output
+
+
+def sleeps_and_steps(late: float) -> list[Any]:
+    """Be a trainer of asynchronous.py with its server here; note sleeps and steps."""
+    lesson, noted = load_chapter(CHAPTER)["asynchronous"], []
+    samples = lesson.classifier.load_samples()[0]
+    few = lesson.classifier.Samples(samples.bags[:96], samples.labels[:96])
+
+    def owned_here(value: Any) -> SimpleNamespace:
+        return SimpleNamespace(local_value=lambda: value, to_here=lambda: value)
+
+    def made_here(_: str, kind: Any, arguments: tuple) -> SimpleNamespace:
+        module = kind(*arguments)
+        weights = [owned_here(module.weight)]
+        return SimpleNamespace(
+            forward=module.forward, remote_parameters=lambda: weights
+        )
+
+    fakes = {
+        "check": mock.Mock(),  # no step is taken, so the table stays as it was
+        "DistributedOptimizer": lambda *_, **__: SimpleNamespace(
+            step=lambda _: noted.append("step")
+        ),
+        "RemoteModule": made_here,
+        "dist_autograd": SimpleNamespace(
+            context=contextlib.nullcontext,
+            backward=lambda _, losses: losses[0].backward(),
+        ),
+        "on_all_trainers": lambda _, function, *arguments: function(*arguments),
+        "rpc": SimpleNamespace(
+            RRef=owned_here, rpc_sync=lambda _, function, args: function(*args)
+        ),
+        "time": SimpleNamespace(sleep=noted.append),
+    }
+    with (
+        mock.patch.multiple(lesson, **fakes),
+        mock.patch.object(lesson.classifier, "load_samples", return_value=(few, None)),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        lesson.be_master(Namespace(trainers=dist.get_world_size(), late=late))
+    return [one for one in noted if one]
+
+
+def test_the_last_trainer_alone_waits_before_each_step(
+    worker_pool: WorkerPool,
+) -> None:
+    # Two steps of 16 samples for each of three trainers, synchronous and asynchronous.
+    found = worker_pool.run(sleeps_and_steps, 7.0, world_size=3)
+    assert found == [["step"] * 4, ["step"] * 4, [0.007, "step"] * 4]
+    assert worker_pool.run(sleeps_and_steps, 0.0) == [["step"] * 6] * 2
 
 
 @pytest.mark.slow

@@ -521,19 +521,48 @@ def errors_of_ways(fault: str = "") -> tuple[float, float]:
         for name in ("T", "D"):
             stack.enter_context(mock.patch.object(WAYS, name, 16))
         ways = WAYS.Ways(4)
-        if fault:
+        if fault == "nothing is sent":
             stack.enter_context(mock.patch.object(dist, "all_reduce"))
+        elif fault:
+            right = getattr(ways, fault)
+
+            def of_other_samples() -> None:
+                kept, ways.tokens = ways.tokens, ways.tokens.flip(1)
+                right()
+                ways.tokens = kept
+
+            stack.enter_context(mock.patch.object(ways, fault, of_other_samples))
         error = ways.largest_error()
     return error, WAYS.seconds(ways.tensor, is_silent=True)
 
 
 def test_three_ways_compute_one_gradient(worker_pool: WorkerPool) -> None:
     found = worker_pool.run(errors_of_ways)
-    broken = worker_pool.run(errors_of_ways, "nothing is sent")
-    assert len(found) == len(broken) == 2
+    assert len(found) == 2
     assert max(error for error, _ in found) < 1e-5
-    assert min(error for error, _ in broken) > 1e-2
     assert found[0][1] == found[1][1] > 0
+    for fault in ("nothing is sent", "data", "tensor"):
+        broken = worker_pool.run(errors_of_ways, fault)
+        assert len(broken) == 2
+        assert min(error for error, _ in broken) > 1e-2, fault
+
+
+def known_steps() -> tuple[list[bool], list[float]]:
+    """Time a step of 1 second on rank 0 and 2 on rank 1; is it silent, how long?"""
+    heard, clock = [], [0.0]
+
+    def step() -> None:
+        heard.append(isinstance(dist.all_reduce, mock.Mock))
+        clock[0] += 1.0 + dist.get_rank()
+
+    known = mock.Mock(sleep=lambda _: None, perf_counter=lambda: clock[0])
+    with mock.patch.object(WAYS, "time", known):
+        took = [WAYS.seconds(step, is_silent) for is_silent in (True, False)]
+    return heard, took
+
+
+def test_a_step_takes_as_long_as_on_its_slowest_rank(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(known_steps) == [([True, False], [2.0, 2.0])] * 2
 
 
 def made_up_times(equal: float) -> dict[str, Any]:
@@ -597,19 +626,32 @@ def test_step_time_wants_the_laboratory(
     assert "start it in the laboratory: python 03_ddp_torchrun/cluster/lab.py" in line
 
 
-def step_time_with_known_times(rate: str) -> str:
+def step_time_with_known_times(rate: str, error: float = 0.0) -> str:
     """Be a rank of step_time.py where each step takes a tenth of a second."""
     link = {"LAB_HOST": "0", "LAB_LINK_RATE": rate}
     script = load_chapter(PAYS)["step_time"]
     with (
         mock.patch.dict(os.environ, link),
         mock.patch.object(script, "seconds", lambda *_: 0.1),
-        mock.patch.object(script.Ways, "largest_error", lambda _: 0.0),
+        mock.patch.object(script.Ways, "largest_error", lambda _: error),
     ):
         return run_lesson(PAYS, "step_time", "--samples=2", "--rounds=1")
 
 
-@pytest.mark.parametrize(("rate", "bits"), [("300mbit", 3e8), ("1gbit", 1e9)])
+def test_gradients_of_a_timed_step_are_held_against_one_rank_s(
+    worker_pool: WorkerPool,
+) -> None:
+    # The largest of a thousand terms of fp32 is known to about 1e-5.
+    (said, _) = worker_pool.run(step_time_with_known_times, "1gbit", 2e-5)
+    assert said.endswith("check: both ways give one rank's gradient, 2e-05 off\n")
+    with pytest.raises(RankError, match="SystemExit: 1"):
+        worker_pool.run(step_time_with_known_times, "1gbit", 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rate", "bits"),
+    [("500kbit", 5e5), ("300mbit", 3e8), ("1gbit", 1e9), ("", 100e9)],
+)
 def test_a_step_is_computation_and_its_bytes_over_the_rate(
     worker_pool: WorkerPool, rate: str, bits: float
 ) -> None:
