@@ -109,7 +109,7 @@ CITED: list[tuple[str, str, object, Callable[[], object]]] = [
     ),
     (
         f"{CLUSTER}/README.md",
-        "the default is `static`",
+        "default is `static`, not `c10d`",
         "static",
         lambda: torchrun_default("rdzv_backend"),
     ),

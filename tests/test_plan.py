@@ -953,14 +953,15 @@ def test_a_wrong_constant_ends_both_checks(monkeypatch: pytest.MonkeyPatch) -> N
 
 # --- The rules that choose. ----------
 
-CHOOSE = load_chapter("09_one_mesh/which_to_choose")["choose"]
+CHOOSING = load_chapter("09_one_mesh/which_to_choose")
+CHOOSE, RULES = CHOOSING["choose"], CHOOSING["rules"]
 
 
 def job_on(cluster: str, model: str, devices: int, sequence: int, batch: int) -> Any:
     """Return a job as `choose.py` makes it from its options."""
     options = jobs.CLUSTERS[cluster] | {"devices": devices, "per_host": 8}
     options |= {"model": model, "sequence": sequence, "batch": batch}
-    return CHOOSE.read_jobs(options, [devices])[model][0]
+    return CHOOSE.read_jobs(options, ())[model][0]
 
 
 def test_rules_come_near_to_the_planners_fastest() -> None:
@@ -973,22 +974,26 @@ def test_rules_come_near_to_the_planners_fastest() -> None:
         for model in models.MODELS:
             for devices in (8, 512):
                 job = job_on(cluster, model, devices, sequence, batch)
-                losses += CHOOSE.try_rules(job)[1]
+                losses.append(RULES.try_rules(job)[1])
+    losses = sorted(loss for loss in losses if loss is not None)
     assert len(losses) == 33
-    losses.sort()
     assert losses[len(losses) // 2] < 0.01
     assert losses[0] > -1e-9
     assert losses[-1] < CHOOSE.WORST
 
 
 def test_rules_are_farther_off_for_long_sequences() -> None:
-    chosen, (loss,) = CHOOSE.try_rules(job_on("h100", "tinyllama-1.1b", 64, 131072, 64))
-    assert (chosen, round(100 * loss)) == ("zero-1 c4", 59)
+    job = job_on("h100", "tinyllama-1.1b", 64, 131072, 64)
+    chosen, loss = RULES.try_rules(job)
+    assert chosen == jobs.Layout(16, context=4, sharding="zero-1")
+    assert round(100 * loss) == 59
+    large = job_on("h100", "llama3-405b", 1024, 131072, 64)._replace(balanced=True)
+    assert round(100 * RULES.try_rules(large)[1]) == 30
     assert len(models.MODELS) == 7
     for model in models.MODELS:
-        layout = CHOOSE.choose(job_on("h100", model, 256, 131072, 64))
+        layout = RULES.choose(job_on("h100", model, 256, 131072, 64))
         assert layout.context == 4
-        assert CHOOSE.choose(job_on("h100", model, 256, 32768, 64)).context == 1
+        assert RULES.choose(job_on("h100", model, 256, 32768, 64)).context == 1
 
 
 def test_first_layout_of_the_rules_that_fits_and_hides_is_chosen() -> None:
@@ -1017,11 +1022,11 @@ def test_first_layout_of_the_rules_that_fits_and_hides_is_chosen() -> None:
     ]
     assert len(cases) == 8
     for job, expected in cases:
-        assert CHOOSE.choose(job_on(*job)) == expected, job
-    staged = CHOOSE.choose(job_on("a100-80", "llama3-405b", 1024, 4096, 1024))
+        assert RULES.choose(job_on(*job)) == expected, job
+    staged = RULES.choose(job_on("a100-80", "llama3-405b", 1024, 4096, 1024))
     assert (staged.tensor, staged.pipeline, staged.sharding) == (8, 8, "zero-1")
     assert staged.interleaved > 1
-    last = CHOOSE.choose(job_on("h100", "llama3-405b", 256, 8192, 512))
+    last = RULES.choose(job_on("h100", "llama3-405b", 256, 8192, 512))
     assert last.recompute == "full"
 
 
@@ -1030,16 +1035,20 @@ def test_gathers_hide_from_the_pages_numbers_on() -> None:
     assert "1,400 on A100 (W = 200 GB/s), 2,200 on H100 (400 GB/s)" in text
     for cluster, least in (("a100-80", 1400), ("h100", 2200)):
         many = job_on(cluster, "llama2-7b", 16, 4096, 64)
-        assert CHOOSE.hides_from(many) == pytest.approx(least, rel=0.02)
+        assert RULES.hides_from(many) == pytest.approx(least, rel=0.02)
         one = job_on(cluster, "llama2-7b", 8, 4096, 64)
-        rate = many.cluster.inside / many.cluster.between
-        assert CHOOSE.hides_from(one) == pytest.approx(CHOOSE.hides_from(many) / rate)
+        inside = 6 * 0.6 * one.cluster.flops / (4 * one.cluster.inside)
+        assert RULES.hides_from(one) == pytest.approx(inside)
+        assert inside == pytest.approx(
+            {"a100-80": 900, "h100": 2000}[cluster], rel=0.05
+        )
+    assert "In one host W is a device's rate: 900 on A100, 2,000 on H100." in text
 
 
 def test_example_of_the_page_by_hand() -> None:
     job = job_on("h100", "llama2-13b", 16, 4096, 1024)
     (first, *_), _ = ranking.rank_plans(job, {})
-    assert first.layout == CHOOSE.choose(job) == jobs.Layout(16)
+    assert first.layout == RULES.choose(job) == jobs.Layout(16)
     d, f = 5120, 13824
     parameters = 40 * (4 * d * d + 3 * d * f + 2 * d) + 2 * 32000 * d + d
     sizes = [each * parameters / 1e9 for each in (16, 4 + 12 / 16, 16 / 16)]
@@ -1049,9 +1058,9 @@ def test_example_of_the_page_by_hand() -> None:
     text += "device, without activations, FSDP {:.0f}. A is {:.0f} GB"
     text = text.format(*sizes, activations / 1e9)
     assert text in " ".join((ROOT / CHOICE).read_text().split())
-    other = ranking.plan_of(job, jobs.Layout(8, 2))
-    assert 1.03 < other.cost.step / first.cost.step < 1.06
-    assert other.need < 0.8 * first.need
+    other = ranking.plan_of(job, jobs.Layout(16, recompute="selective"))
+    assert 1.115 < other.cost.step / first.cost.step < 1.125
+    assert round(other.need / 1e9) == 35
 
 
 def test_what_the_page_says_of_tensor_ranks_and_recomputation() -> None:
@@ -1130,25 +1139,28 @@ def test_what_cannot_be_chosen_is_refused(options: list[str], reason: str) -> No
 def test_a_choice_that_is_much_slower_is_not_recommended(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = ("16,2048,16,16,5504,32000", "80,8192,64,8,28672,32000")
-    known = {"large": models.read_model(sizes[1])}
-    globals_of_jobs = CHOOSE.read_jobs.__globals__
-    for module in (globals_of_jobs, globals_of_jobs["read_model"].__globals__):
-        monkeypatch.setitem(module, "MODELS", known)
-    monkeypatch.setattr(CHOOSE, "DEVICES", {8})
-    words = ["choose.py", f"--model={sizes[0]}", "--devices=30"]
-    monkeypatch.setattr("sys.argv", words)
-    CHOOSE.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines[1:4]] == [
-        ["devices", "8", "30"],
-        ["large", "-", "-"],
-        ["your", "model", "ddp", "?"],
-    ]
-    assert lines[4].startswith("check: 1 choices, ")
-    monkeypatch.setattr(CHOOSE, "WORST", -0.01)
-    with pytest.raises(SystemExit, match="over -1% slower than the planner's fastest"):
+    def choose(*words: str) -> list[str]:
+        monkeypatch.setattr("sys.argv", ["choose.py", *words])
         CHOOSE.main()
-    monkeypatch.setattr("sys.argv", ["choose.py", "--memory=0.1", "--model=large"])
-    with pytest.raises(SystemExit, match="or none is found: ask plan"):
-        CHOOSE.main()
+        return capsys.readouterr().out.splitlines()
+
+    small = "--model=16,2048,16,16,5504,32000"
+    lines = choose(small, "--devices=8")
+    assert lines[1].split() == ["devices", "8"]
+    assert lines[2].split() == ["your", "model", "ddp"]
+    assert lines[3].startswith("check: 1 choices, ") and len(lines) == 4
+    monkeypatch.setattr(CHOOSE, "DEVICES", (8, 30))
+    assert choose(small)[2].split() == ["your", "model", "ddp", "?"]
+    with pytest.raises(SystemExit, match="no rule fits: ask plan"):
+        choose("--model=llama2-70b", "--devices=8")
+    assert "llama2-70b     -" in capsys.readouterr().out
+    slow = "slower than the planner's fastest: llama3-8b on 256, by 184%: ask plan.py"
+    with pytest.raises(SystemExit, match=slow):
+        choose("--batch=1", "--model=llama3-8b", "--devices=256")
+
+
+def test_a_cell_names_each_axis_in_use() -> None:
+    layout = jobs.Layout(1, 8, 16, 4, sharding="none", recompute="full")
+    assert CHOOSE.cell(layout) == "t8 p16 c4 full"
+    assert CHOOSE.cell(jobs.Layout(2, sharding="none")) == "ddp"
+    assert CHOOSE.cell(jobs.Layout(2, 2, recompute="selective")) == "fsdp t2 sel"

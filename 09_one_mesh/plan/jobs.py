@@ -118,8 +118,11 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def read_arguments() -> argparse.Namespace:
-    """Read the options; refuse in one line what is none, or is out of its range."""
+def read_arguments(**defaults: Any) -> argparse.Namespace:
+    """Read the options; refuse in one line what is none, or is out of its range.
+
+    An option whose default is None may be left out.
+    """
     parser = argparse.ArgumentParser(description="Plan a training run.")
     parser.error = lambda message: sys.exit(f"{parser.prog}: {message}")  # type: ignore
     parser.add_argument(
@@ -149,13 +152,14 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--fp8", action="store_true", help="multiply in fp8")
     text = "the causal mask's work is the same on all context ranks"
     parser.add_argument("--balanced", action="store_true", help=text)
+    parser.set_defaults(**defaults)
     options = parser.parse_args()
     for name, value in CLUSTERS[options.cluster].items():
         if vars(options)[name] is None:
             setattr(options, name, value)
     for name, (least, most, text) in NUMBERS.items():
         value = vars(options)[name]
-        if not least <= value <= most:
+        if value is not None and not least <= value <= most:
             bounds = f"not from {least:g} to {most:g}"
             shown = f"{value:,}" if isinstance(value, int) else f"{value:g}"
             parser.error(f"{flag(name)} is {shown}: {bounds} ({text})")
@@ -177,14 +181,20 @@ def read_job(options: dict[str, Any]) -> Job:
     return Job(model, cluster, **{name: options[name] for name in names})
 
 
-def read_jobs(options: dict[str, Any], devices: list[int]) -> dict[str, list[Job]]:
-    """Return the jobs of all known models, and of the one that the options name.
+def read_jobs(
+    options: dict[str, Any], devices: tuple[int, ...]
+) -> dict[str, list[Job]]:
+    """Return the jobs of the model that the options name, or of all known models.
 
-    Each model has a job for each number of devices. Raises ValueError as `read_job`.
+    Each has a job for the options' number of devices, or for each of `devices`.
+    Raises ValueError as `read_job`.
     """
     return {
-        model: [read_job(options | {"model": model, "devices": n}) for n in devices]
-        for model in MODELS | {options["model"]: None}
+        model: [
+            read_job(options | {"model": model, "devices": n})
+            for n in ([options["devices"]] if options["devices"] else devices)
+        ]
+        for model in ([options["model"]] if options["model"] else MODELS)
     }
 
 
