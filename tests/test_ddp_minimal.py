@@ -1,4 +1,4 @@
-"""Chapter 03's minimal.py: forty-five lines that train as one process does."""
+"""The minimal.py of chapters 03 and 06: few lines that train as one process does."""
 
 import contextlib
 import io
@@ -15,12 +15,14 @@ from worker_pool import WorkerPool
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-def train(script: str, samples: int = 256) -> tuple[dict[str, torch.Tensor], str]:
+def train(
+    script: str, samples: int = 256, chapter: str = "03_ddp_torchrun"
+) -> tuple[dict[str, torch.Tensor], str]:
     """Run a script on this rank of the pool; return what it saves and prints.
 
     It joins no group, since the pool has one, and sees fewer samples.
     """
-    module: Any = load_chapter("03_ddp_torchrun")[script]
+    module: Any = load_chapter(chapter)[script]
     dataset, output, saved = module.WindowDataset, io.StringIO(), {}
     local_size = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
     with (
@@ -39,16 +41,19 @@ def train(script: str, samples: int = 256) -> tuple[dict[str, torch.Tensor], str
     return {name: value.clone() for name, value in saved.items()}, output.getvalue()
 
 
-def both_ways() -> tuple[float, str, str, int]:
+def both_ways(chapter: str) -> tuple[float, str, str, int]:
     """Train in one process, then on all ranks; return how far apart they end."""
     alone, said_alone = train("one_process")
-    together, said = train("minimal")
+    together, said = train("minimal", chapter=chapter)
     apart = [(together[name] - alone[name]).abs().max().item() for name in together]
     return max(apart, default=0.0), said_alone, said, len(apart)
 
 
-def test_two_ranks_train_as_one_process(worker_pool: WorkerPool) -> None:
-    (apart, said_alone, said, tensors), other = worker_pool.run(both_ways, world_size=2)
+@pytest.mark.parametrize("chapter", ["03_ddp_torchrun", "06_fsdp"])
+def test_two_ranks_train_as_one_process(worker_pool: WorkerPool, chapter: str) -> None:
+    (apart, said_alone, said, tensors), other = worker_pool.run(
+        both_ways, chapter, world_size=2
+    )
     assert tensors == 25
     assert apart < 1e-5
     assert said.splitlines()[0].startswith("step  4 | loss 3.")
@@ -87,7 +92,7 @@ def without(lost: str) -> tuple[float, str, str, int]:
     else:
         name, replaced = "DistributedDataParallel", Unwrapped
     with mock.patch.object(module, name, replaced):
-        return both_ways()
+        return both_ways("03_ddp_torchrun")
 
 
 class Unwrapped(torch.nn.Module):
@@ -101,3 +106,29 @@ class Unwrapped(torch.nn.Module):
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Call the module."""
         return self.module(*inputs)
+
+
+def kept_by_fsdp() -> list[float]:
+    """Train chapter 06's loop; return the parts of weights and state that are here."""
+    module: Any = load_chapter("06_fsdp")["minimal"]
+    made, real = [], torch.optim.AdamW
+
+    def adamw(parameters: Any, **settings: Any) -> Any:
+        made.append(real(parameters, **settings))
+        return made[-1]
+
+    with mock.patch.object(torch.optim, "AdamW", adamw):
+        train("minimal", chapter="06_fsdp")
+    (optimizer,) = made
+    parts = []
+    for kept in (optimizer.param_groups[0]["params"], optimizer.state.values()):
+        tensors = [one["exp_avg"] if isinstance(one, dict) else one for one in kept]
+        here = sum(one.to_local().numel() for one in tensors)
+        parts.append(here / sum(one.numel() for one in tensors))
+    assert module.fully_shard is torch.distributed.fsdp.fully_shard
+    return parts
+
+
+def test_each_rank_keeps_half_of_weights_and_moments(worker_pool: WorkerPool) -> None:
+    parts = worker_pool.run(kept_by_fsdp, world_size=2)
+    assert parts == [pytest.approx([0.5, 0.5], abs=0.01)] * 2

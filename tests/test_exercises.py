@@ -591,9 +591,9 @@ def stop_with_flaw(
             dist.all_reduce(told, op=dist.ReduceOp.MAX)
             is_stop = told.item() > 0
             told = torch.tensor([float(is_told())])
-        elif flaw == "listens to rank 1":
+        elif flaw in ("listens to rank 0", "listens to rank 1"):
             told = torch.tensor([float(is_told())])
-            dist.broadcast(told, src=1)
+            dist.broadcast(told, src=int(flaw[-1]))
             is_stop = told.item() > 0
         else:
             told = torch.tensor([float(is_told())])
@@ -624,8 +624,9 @@ def test_stop_and_resume(worker_pool: WorkerPool, tmp_path: Path) -> None:
         for flaw, expected in {
             "": [""] * 2,
             "asks a step late": [""] * 2,
-            "waits for all": [""] * 2,  # the other is told in time
-            "listens to rank 1": [""] * 2,
+            "waits for all": ["it left after step 8; rank 0 was told to"] * 2,
+            "listens to rank 1": ["it left after step 8; rank 0 was told to"] * 2,
+            "listens to rank 0": ["it left after step 8; rank 1 was told to"] * 2,
             "forgets the optimizer": [other] * 2,
             "forgets the step": [again] * 2,
             "ends early": ["without a signal: this rank took 7 steps"] * 2,

@@ -1163,4 +1163,7 @@ def test_a_cell_names_each_axis_in_use() -> None:
     layout = jobs.Layout(1, 8, 16, 4, sharding="none", recompute="full")
     assert CHOOSE.cell(layout) == "t8 p16 c4 full"
     assert CHOOSE.cell(jobs.Layout(2, sharding="none")) == "ddp"
+    assert (
+        CHOOSE.cell(jobs.Layout(1, sharding="none", recompute="full")) == "alone full"
+    )
     assert CHOOSE.cell(jobs.Layout(2, 2, recompute="selective")) == "fsdp t2 sel"

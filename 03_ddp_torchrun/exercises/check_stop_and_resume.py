@@ -17,7 +17,7 @@ from check_broken_training import draw_samples, plain_model
 from ranks import read_options
 
 WORLD_SIZE, STEPS = 2, 8
-TOLD = 3  # after so many steps rank 0 is told to stop, rank 1 after one more
+TOLD = 3  # after so many steps one rank is told to stop, first rank 0, then rank 1
 LATEST = TOLD + 2
 PATIENCE = timedelta(seconds=10)  # how long DDP waits for another rank's gradients
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -64,12 +64,14 @@ def try_stopping(answer: Train) -> str:
         texts = [explain_steps(did[one], STEPS) for one in range(WORLD_SIZE)]
         if any(texts):
             return f"without a signal: {texts[rank] or 'another rank failed'}"
-        did, _ = train(folder / "stopped.pt", TOLD + rank)
+        for told in range(WORLD_SIZE):
+            path = folder / f"stopped_{told}.pt"
+            did, _ = train(path, TOLD if rank == told else STEPS + 1)
+            texts = [explain_stop(one, did, told) for one in range(WORLD_SIZE)]
+            if any(texts):
+                return texts[rank]
         stopped = min(taken for taken, _, _ in did)
-        texts = [explain_stop(one, did) for one in range(WORLD_SIZE)]
-        if any(texts):
-            return texts[rank]
-        did, weights = train(folder / "stopped.pt", STEPS + 1)
+        did, weights = train(path, STEPS + 1)
         text = explain_steps(did[rank], STEPS - stopped)
         dist.barrier(group=aside)  # nobody removes the folder while others read it
     if text:
@@ -98,8 +100,8 @@ def explain_steps(did: Any, due: int) -> str:
     return "" if taken == due else f"this rank took {taken} steps, where {due} are due"
 
 
-def explain_stop(rank: int, did: list[Any]) -> str:
-    """Say what is wrong with how a rank stopped, or nothing."""
+def explain_stop(rank: int, did: list[Any], told: int) -> str:
+    """Say what is wrong with how a rank stopped after one was told, or nothing."""
     (mine, error, writes), (other, other_error, _) = did[rank], did[1 - rank]
     if error:
         return (
@@ -111,7 +113,7 @@ def explain_stop(rank: int, did: list[Any]) -> str:
     if mine != other:
         return f"this rank left after step {mine}, the other after step {other}"
     if not TOLD <= mine <= LATEST:
-        return f"it left after step {mine}; rank 0 was told to after step {TOLD}"
+        return f"it left after step {mine}; rank {told} was told to after step {TOLD}"
     if rank > 0 and writes:
         return "this rank writes the file too: two at once may leave a broken one"
     return "" if any(saves for _, _, saves in did) else "nobody has saved anything"

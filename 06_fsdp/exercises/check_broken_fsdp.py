@@ -26,9 +26,11 @@ class Blocks(nn.Module):
         super().__init__()
         layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS))
         self.blocks = nn.ModuleList(layers)
+        self.most_samples = 0  # of a forward pass so far
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, WIDTH) to (B, WIDTH)."""
+        self.most_samples = max(self.most_samples, len(x))
         for block in self.blocks:
             x = x + block(x).tanh()
         return x
@@ -110,6 +112,7 @@ def try_training(answer: Callable) -> str:
         explain_moves(whole, list(alone.parameters()), first)
         or explain_mean_losses(losses, due)
         or explain_gathers(noted, sum(p.numel() for p in first))
+        or explain_samples(model.most_samples)
     )
 
 
@@ -133,6 +136,13 @@ def explain_mean_losses(told: Any, right: list[float]) -> str:
     if torch.allclose(torch.tensor(told), torch.tensor(right), atol=1e-4):
         return ""
     return f"the losses are {told}, and those of all ranks {right}"
+
+
+def explain_samples(most: int) -> str:
+    """Say that micro-batches were joined, or nothing."""
+    if most <= SAMPLES:
+        return ""
+    return f"right, but a pass sees {most} samples; a micro-batch has {SAMPLES}"
 
 
 def explain_gathers(noted: NotedMessages, parameters: int) -> str:

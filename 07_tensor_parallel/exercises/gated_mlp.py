@@ -14,8 +14,9 @@ from check_gated_mlp import check_gated_mlp
 class GatedMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`, split over the ranks; yours to rewrite.
 
-    Each rank is to keep its part of the three matrices, and to send one message in
-    forward and one in backward. Now every rank keeps all of it and sends nothing.
+    Each rank is to keep its part of the three matrices, as the parameters `gate`, `up`
+    and `down`, and to send one message in forward and one in backward. Now every rank
+    keeps all of it and sends nothing.
     """
 
     def __init__(self, gate: Tensor, up: Tensor, down: Tensor) -> None:

@@ -21,6 +21,8 @@ def cell(layout: Layout | str) -> str:
         return layout
     axes = (("t", layout.tensor), ("p", layout.pipeline), ("c", layout.context))
     sharding = layout.sharding.replace("none", "ddp" if layout.data > 1 else "")
+    if layout.devices == 1:
+        sharding = "alone"
     recompute = {"none": "", "selective": "sel", "full": "full"}[layout.recompute]
     words = [sharding, *(f"{name}{n}" for name, n in axes if n > 1), recompute]
     return " ".join(word for word in words if word)
@@ -56,7 +58,7 @@ def main() -> None:
         sys.exit(f"choose.py: {slower}: ask plan.py")
     half, most = median(losses.values()), losses[worst]
     print(f"check: {len(losses)} choices, slower than the fastest by ", end="")
-    print(f"{half:.1%} (median) to {most:.0%} ({worst})")
+    print(f"{half:.1%} (median) to {most:.1%} ({worst})")
 
 
 if __name__ == "__main__":
