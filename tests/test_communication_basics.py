@@ -171,6 +171,19 @@ def reduced(numel: int, root: int) -> list[float]:
     return mine.tolist()
 
 
+def gathered_after_another_is_done() -> float:
+    """Gather on rank 0; rank 1 calls only when rank 2's call has returned."""
+    rank, done = dist.get_rank(), torch.zeros(1)
+    mine = torch.tensor([float(rank)])
+    received = [torch.empty(1) for _ in range(3)] if rank == 0 else None
+    if rank == 1:
+        dist.recv(done, src=2)
+    dist.gather(mine, received, dst=0)
+    if rank == 2:
+        dist.send(torch.ones(1), dst=1)
+    return float(torch.cat(received).sum() if received else done)
+
+
 def names_that_warn() -> dict[str, list[str]]:
     """Call the old and the new names of the forms that take one tensor."""
     world_size, caught_by_name = dist.get_world_size(), {}
@@ -190,6 +203,14 @@ def names_that_warn() -> dict[str, list[str]]:
 
 
 # --- Collectives. ----------
+
+
+def test_not_all_others_wait_for_a_rank_that_is_missing(
+    worker_pool: WorkerPool,
+) -> None:
+    # Nobody would return if each rank waited for all: rank 1 waits for rank 2's return.
+    found = worker_pool.run(gathered_after_another_is_done, world_size=3)
+    assert found == [3.0, 1.0, 0.0]
 
 
 def wanted(world_size: int) -> dict[str, list[Any]]:

@@ -2,11 +2,13 @@
 
 import contextlib
 import io
+import pickle
 import sys
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from launch import ROOT, python, torchrun
@@ -126,6 +128,15 @@ def test_objects_lesson(worker_pool: WorkerPool) -> None:
         f"run_me() has run, by rank: [[], {ran}, {ran}]",
         "check: 4 object collectives on 3 ranks; run_me() on all but rank 0",
     ]
+
+
+def test_a_pickled_list_of_floats_takes_more_than_twice_a_float32_tensor() -> None:
+    # Each float takes nine bytes. A small integer takes two, and its int64 eight.
+    floats, integers = torch.rand(1000), torch.arange(256)
+    sizes = [len(pickle.dumps(one.tolist())) / one.nbytes for one in (floats, integers)]
+    assert sizes[0] > 2 and sizes[1] < 1
+    page = " ".join((ROOT / CHAPTER / "README.md").read_text("utf-8").split())
+    assert "list of floats takes more than twice the bytes of a float32 tensor" in page
 
 
 def test_objects_lesson_notices_that_nothing_ran(worker_pool: WorkerPool) -> None:

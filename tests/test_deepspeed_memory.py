@@ -913,9 +913,15 @@ def test_bad_input_is_one_line(
     fit, count = module("will_it_fit"), module("memory_per_rank")
     settings = dict(fit.Job._field_defaults)
     words = {"model": str(tmp_path), "shape": "1.5B", "table": False}
+    t5 = tmp_path / "t5"
+    t5.mkdir()
+    (t5 / "config.json").write_text('{"model_type": "t5"}')
     refused: dict[str, Callable[[], object]] = {
-        f"--model {tmp_path}: no config there: ": lambda: fit.main(
+        f"--model {tmp_path}: no causal model there: ": lambda: fit.main(
             SimpleNamespace(**words, **settings)
+        ),
+        f"--model {t5}: no causal model there: ": lambda: fit.main(
+            SimpleNamespace(**words | {"model": str(t5)}, **settings)
         ),
         "--json no/x.json: there is no folder no": lambda: count.main(
             SimpleNamespace(json=Path("no/x.json"))
@@ -930,7 +936,7 @@ def test_bad_input_is_one_line(
         error = capsys.readouterr().err
         assert ended.value.code == 2 and error.count("\n") == 1
         assert error.partition(": ")[2].startswith(line)
-    assert len(refused) == 3
+    assert len(refused) == 4
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import io
 import itertools
+import json
 import os
 import re
 import time
@@ -382,11 +383,17 @@ def faults_of_dictionary() -> list[str]:
     for span in (s for row in first for s in re.findall("`([^`]+)`", row[2])):
         name, _, value = span.partition(": ")
         if value:
-            setting = {"true": True, "{}": {}}.get(value, value)
             try:
-                DeepSpeedZeroConfig(**{name: setting})
+                config = DeepSpeedZeroConfig(**{name: json.loads(value)})
             except ValueError as error:
                 faults.append(f"{span}: {error}")
+            else:
+                # An offload section that names no device offloads nothing.
+                if "offload" in name and getattr(config, name).device == "none":
+                    faults.append(f"{span}: stays")
+                # A layer has more than 10,000 values; the default is a billion.
+                if config.max_reuse_distance < 10**9:
+                    faults.append(f"{span}: gathers again for backward")
         elif "(" in span:
             faults += [] if is_known(name.strip("()"), where["DeepSpeed"]) else [span]
         else:

@@ -476,6 +476,38 @@ def test_ddp_takes_dtensors_only_with_a_device_mesh(worker_pool: WorkerPool) -> 
     assert found == [([words] * 2, True)] * 4
 
 
+def train_dtensors_by_ddp() -> list[tuple[list[str], list[str], float]]:
+    """Train a layer of DTensors by DDP, and alone; return what is left after each step.
+
+    That is the names of the parameters, those in the state dict, and how far the
+    gradients are from one process's.
+    """
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    layer, alone = nn.Linear(2, 2), nn.Linear(2, 2)
+    alone.load_state_dict(layer.state_dict())
+    parallelize_module(layer, mesh["tensor"], ColwiseParallel())
+    ddp_model = DistributedDataParallel(layer, device_mesh=mesh["data"])
+    parameters, found = list(ddp_model.parameters()), []
+    assert len(parameters) == 2
+    batch = torch.randn(4, 2, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        ddp_model(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
+        alone(batch).square().mean().backward()
+        pairs = zip(parameters, alone.parameters(), strict=True)
+        apart = max(torch.dist(ours.grad, one.grad) for ours, one in pairs)  # type: ignore
+        names = [name for name, _ in ddp_model.named_parameters()]
+        found.append((names, list(ddp_model.state_dict()), float(apart)))
+    return found
+
+
+def test_dtensors_under_ddp_train_and_are_in_no_state_dict(
+    worker_pool: WorkerPool,
+) -> None:
+    close = pytest.approx(0.0, abs=1e-6)
+    assert worker_pool.run(train_dtensors_by_ddp) == [[([], [], close)] * 2] * 2
+
+
 def average_by_hand() -> tuple[float, float]:
     """Average a column's gradient, without a group and over the data axis."""
     rank = dist.get_rank()

@@ -21,7 +21,7 @@ from answers import broken_pipeline, stage_order
 from launch import ROOT, python
 from lessons import run_lesson
 from scripts import load_chapter
-from worker_pool import WorkerPool
+from worker_pool import RankError, WorkerPool
 
 BUBBLE = "08_pipeline_parallel/bubble"
 BALANCE = "08_pipeline_parallel/balance"
@@ -155,6 +155,17 @@ def test_zero_bubble_formula_wants_enough_micro_batches(
     shares = [share for share, _ in ends[0]]
     assert shares == pytest.approx([few, enough, multiple])
     assert [kept for _, kept in ends[0]] == [[4] * 4, [5.5] * 4, [4] * 4]
+
+
+def test_interleaved_schedules_refuse_some_numbers_of_micro_batches(
+    worker_pool: WorkerPool,
+) -> None:
+    # 5 is no multiple of the 5 // 2 rounds; ZBV has no rounds.
+    for name in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        with pytest.raises(RankError, match="to be a multiple of the number of rounds"):
+            worker_pool.run(shares_of, name, (5,))
+    (share, kept), *_ = worker_pool.run(shares_of, "ZBVZeroBubble", (5,))[0]
+    assert (share, kept) == (pytest.approx(1 / (3 * 2 * 5 + 1)), [2, 2])
 
 
 def test_zero_bubble_schedules_have_a_bubble(four_ranks: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from launch import ROOT
 from lessons import in_the_pool
@@ -916,6 +917,59 @@ WALKS: list[tuple[bool, Frozen]] = [
     for tied in (False, True)
     for frozen in ((), ("query", "mlp_norm", "final_norm"))
 ]
+
+
+def recompute_in_stage_3(is_reentrant: bool | None) -> tuple[list[float], str]:
+    """Take three steps; return how far gradients are from one process's, and an error.
+
+    The middle layers are under activation checkpointing, unless it is None.
+    """
+
+    class Middle(nn.Sequential):
+        def forward(self, input: Tensor) -> Any:
+            if is_reentrant is None:
+                return super().forward(input)
+            return checkpoint(super().forward, input, use_reentrant=is_reentrant)
+
+    torch.manual_seed(0)
+    middle = Middle(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
+    module = nn.Sequential(nn.Linear(7, 7), middle, nn.Linear(7, 1)).double()
+    alone = copy.deepcopy(module)
+    model = script("zero_3").FullySharded(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    single, apart = torch.optim.SGD(alone.parameters(), lr=0.5), []
+    for step in range(3):
+        backward(model, step)
+        model.finish_gradient_sync()
+        backward(alone, step)
+        script("train_and_compare").average_gradients(alone)
+        largest = 0.0
+        for part, p in zip(model.parts, alone.parameters(), strict=True):
+            gathered = torch.empty_like(part.flat)
+            dist.all_gather_single(gathered, part.shard.grad)
+            ours: Any = gathered[: p.numel()].view_as(p)
+            largest = max(largest, float(torch.dist(ours, p.grad)))  # type: ignore
+        apart.append(largest)
+        for one in (optimizer, single):
+            one.step()
+            one.zero_grad()
+    try:
+        model.full_parameters()
+    except (KeyError, RuntimeError) as error:
+        return apart, type(error).__name__
+    return apart, ""
+
+
+@pytest.mark.parametrize("is_reentrant", [None, True, False])
+def test_stage_3_takes_activation_checkpointing_if_it_is_reentrant(
+    worker_pool: WorkerPool, is_reentrant: bool | None
+) -> None:
+    results = worker_pool.run(recompute_in_stage_3, is_reentrant, world_size=3)
+    # The other kind leaves a forward pass early: no hook puts back the last shards.
+    for apart, error in results:
+        assert apart == pytest.approx([0.0] * 3, abs=1e-12)
+        assert (error != "") == (is_reentrant is False)
+    assert len(results) == 3
 
 
 def whole_bytes(model: Any) -> int:

@@ -60,7 +60,7 @@ class FullySharded(nn.Module):
     """A module whose parameters, gradients and optimizer state are sharded.
 
     Any optimizer takes its parameters, which are this rank's shards. A module finds its
-    own whole, not its children's. Do not add activation checkpointing: it would crash.
+    own whole, not its children's. For activation checkpointing, use_reentrant=True.
     """
 
     def __init__(

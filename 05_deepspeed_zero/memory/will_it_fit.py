@@ -92,7 +92,7 @@ def main(options: argparse.Namespace) -> None:
             config = AutoConfig.from_pretrained(options.model).get_text_config()
             name, job = options.model, Job(tensor_sizes_of(config), config, **settings)
         except Exception as error:  # of the hub, of the file, or of the model's code
-            fail(f"--model {options.model}: no config there: {str(error)[:60]!r}")
+            fail(f"--model {options.model}: no causal model there: {str(error)[:60]!r}")
     print(f"{name}: {sum(job.sizes):,} parameters on {options.ranks} rank(s), GB")
     print("\n".join(breakdown(job, options.ranks, options.memory * 1e9)))
 
