@@ -2,7 +2,10 @@
 
 import contextlib
 import inspect
+import runpy
+import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -440,6 +443,25 @@ def test_buckets_are_as_large_as_ddp_s(worker_pool: WorkerPool) -> None:
         "timeline/README.md": "its first bucket holds 1 MB, so that it starts early",
     }.items():
         assert words in " ".join((ROOT / CHAPTER / path).read_text("utf-8").split())
+
+
+def test_small_model_fills_two_buckets() -> None:
+    # bucketed.py as a script gives its cap to the ranks that it starts.
+    modules = dict(load_chapter(CHAPTER))
+    modules["ranks"] = mock.Mock()
+    with mock.patch.dict(sys.modules, modules):
+        runpy.run_path(str(ROOT / CHAPTER / "bucketed.py"), run_name="__main__")
+    ((_, ranks, wrap), _) = modules["ranks"].start_ranks.call_args
+    assert ranks == 2 and wrap.func.__name__ == "BucketedDDP"
+    model = modules["terrain"].TerrainModel().double()
+    buckets = modules["bucketed"].make_buckets(
+        list(model.parameters()), **wrap.keywords
+    )
+    # In kB, last layer first: 0.008, 1, 1, 131, then 1 and 131. 0.05 MB are 52 kB.
+    assert [len(bucket.views) for bucket in buckets] == [4, 2]
+    page = " ".join((ROOT / CHAPTER / "README.md").read_text("utf-8").split())
+    cap = wrap.keywords["bucket_cap_mb"]
+    assert f"For this small model it is {cap}, which makes two buckets" in page
 
 
 def buckets_and_buffers() -> tuple[str, str, float]:
