@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -75,20 +76,34 @@ def sum_of_one_process(*arguments: Any) -> torch.Tensor:
     return 2 * script("autocast").__dict__["right"](*arguments)
 
 
-def autocast_broken(attribute: str) -> tuple[int, str]:
+def nearly_right(dtype: torch.dtype, factor: float) -> Callable[..., torch.Tensor]:
+    """Return what takes a mean that is a little too large, in one dtype."""
+
+    def mean(start: Any, shards: Any, of: torch.dtype, *more: Any) -> torch.Tensor:
+        right = script("autocast").__dict__["right"](start, shards, of, *more)
+        return right * (factor if of == dtype else 1)
+
+    return mean
+
+
+def autocast_broken(fault: str) -> tuple[int, str]:
     """Run autocast.py with one of its functions replaced."""
     autocast = script("autocast")
     autocast.right = autocast.by_one_process
+    if fault == "no autocast":
+        return broken_lesson("autocast", "forward_backward", without_autocast)
     wrong = {
-        "forward_backward": without_autocast,
-        "by_one_process": sum_of_one_process,
+        "a sum": sum_of_one_process,
+        # Ten times what rounding may change: 1e-6 in float32, and of 8 bits the last.
+        "float32": nearly_right(torch.float32, 1 + 1e-5),
+        "bf16": nearly_right(torch.bfloat16, 1 + 10 * 2**-7),
     }
-    return broken_lesson("autocast", attribute, wrong[attribute])
+    return broken_lesson("autocast", "by_one_process", wrong[fault])
 
 
-@pytest.mark.parametrize("attribute", ["forward_backward", "by_one_process"])
-def test_broken_autocast_is_found(worker_pool: WorkerPool, attribute: str) -> None:
-    results = worker_pool.run(autocast_broken, attribute)
+@pytest.mark.parametrize("fault", ["no autocast", "a sum", "float32", "bf16"])
+def test_broken_autocast_is_found(worker_pool: WorkerPool, fault: str) -> None:
+    results = worker_pool.run(autocast_broken, fault)
     assert [status for status, _ in results] == [1, 1]
     assert "check failed on ranks [0, 1], not so: 3 ways" in results[0][1]
 
@@ -130,15 +145,36 @@ def no_scaling(
     (loss / 512).backward()
 
 
-def grad_scaler_broken(attribute: str) -> tuple[int, str]:
+def grad_scaler_broken(fault: str) -> tuple[int, str]:
     """Run grad_scaler.py with one of its functions replaced."""
-    wrong = {"finish_step": no_unscaling, "add_scaled": no_scaling}[attribute]
-    return broken_lesson("grad_scaler", attribute, wrong)
+    lesson = script("grad_scaler")
+    add, alone, step = lesson.add_scaled, lesson.one_process, lesson.scaled_step
+
+    def bf16_a_fifth_larger(*arguments: Any) -> None:
+        factor = 1.2 if arguments[-1] == torch.bfloat16 else 1
+        with mock.patch.object(lesson, "STEP_TOKENS", lesson.STEP_TOKENS / factor):
+            add(*arguments)
+
+    def thousandfold_if_clipped_early(start: Any, shard: Any, case: str) -> Any:
+        norm, *more = step(start, shard, case)
+        return norm * (1000 if "early" in case else 1), *more
+
+    name, wrong = {
+        "not unscaled": ("finish_step", no_unscaling),
+        "not scaled": ("add_scaled", no_scaling),
+        "bf16 off by 0.2": ("add_scaled", bf16_a_fifth_larger),
+        "far": ("one_process", lambda *given: alone(*given) * (1 + 1e-5)),
+        "early norm": ("scaled_step", thousandfold_if_clipped_early),
+    }[fault]
+    return broken_lesson("grad_scaler", name, wrong)
 
 
-@pytest.mark.parametrize("attribute", ["finish_step", "add_scaled"])
-def test_broken_scaling_is_found(worker_pool: WorkerPool, attribute: str) -> None:
-    results = worker_pool.run(grad_scaler_broken, attribute)
+@pytest.mark.parametrize(
+    "fault",
+    ["not unscaled", "not scaled", "bf16 off by 0.2", "far", "early norm"],
+)
+def test_broken_scaling_is_found(worker_pool: WorkerPool, fault: str) -> None:
+    results = worker_pool.run(grad_scaler_broken, fault)
     assert [status for status, _ in results] == [1, 1]
     assert "check failed on ranks [0, 1]" in results[0][1]
 
@@ -210,6 +246,49 @@ def test_hooks_send_what_the_formula_says(
         assert arrived["fp16_compress_hook"][2] == pytest.approx(1.001, abs=5e-4)
         assert arrived["mean_in_bf16"] == pytest.approx([1e5, 1e-8, 1.0], rel=2**-7)
         assert arrived["mean_in_bf16"][2] == 1.0
+
+
+# What a rank sends, how far a gradient is off and the loss, all just inside of what the
+# page says: half of the bytes, of fp16's 11 bits the last, of bf16's 8 the last.
+INSIDE: dict[str, list[float]] = {
+    "no hook": [1000, 0.9e-5, 3.0],
+    "fp16_compress_hook": [505, 0.9 * 2**-10, 3.4],
+    "mean_in_bf16": [505, 0.9 * 2**-7, 2.6],
+    "powerSGD_hook": [115, 0.9, 3.4],
+}
+OUTSIDE = [
+    *(("no hook", 1, 1.1e-5), ("fp16_compress_hook", 0, 520)),
+    *(("fp16_compress_hook", 1, 1.1 * 2**-10), ("mean_in_bf16", 0, 520)),
+    *(("mean_in_bf16", 1, 1.1 * 2**-7), ("powerSGD_hook", 0, 130)),
+    *(("powerSGD_hook", 1, 1.1), ("powerSGD_hook", 2, 3.6)),
+]
+
+
+def judged() -> list[int]:
+    """Run comm_hooks.py on known results; return how it ends, right and with faults."""
+    hooks, ends = script("comm_hooks"), []
+    for fault in (None, *OUTSIDE):
+        found = {name: list(numbers) for name, numbers in INSIDE.items()}
+        if fault:
+            found[fault[0]][fault[1]] = fault[2]
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        results = [(model, sent) for sent, *_ in found.values()]
+        losses = [(loss, off_by) for _, off_by, loss in found.values()]
+        with (
+            mock.patch.object(
+                hooks,
+                "train_with",
+                side_effect=results,
+            ),
+            mock.patch.object(hooks, "loss_and_error", side_effect=losses),
+        ):
+            ends.append(broken_lesson("comm_hooks", "BATCH_SIZE", 8)[0])
+    return ends
+
+
+def test_each_hook_is_held_to_its_bytes_and_its_bits(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(judged) == [[0] + [1] * 8] * 2
 
 
 def register_bf16_hook(is_renamed: bool) -> tuple[str, list[float]]:

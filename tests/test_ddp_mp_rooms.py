@@ -395,6 +395,36 @@ def test_timeline_ends_on_what_was_measured(is_wrong: bool, tmp_path: Path) -> N
         assert set(json.loads(path.read_text())["steps"]) == set(measured)
 
 
+class WrongLater(nn.Module):
+    """Doubles what comes out from the second forward pass on."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Wrap a module that is right."""
+        super().__init__()
+        self.module, self.passes = module, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map (B, W) to (B, W)."""
+        self.passes += 1
+        return self.module(inputs) * min(self.passes, 2)
+
+
+def errors_of_two_passes() -> dict[str, float]:
+    """Compare a replica that is right, and one that is right once, on one rank."""
+    plain, both = nn.Linear(2, 2), torch.ones(1, 3, 2)
+    replicas = [copy.deepcopy(plain) for _ in range(2)]
+    models = {"right": replicas[0], "wrong later": WrongLater(replicas[1])}
+    return TIMELINE_ROOM["ways"].gradient_errors(plain, models, both)
+
+
+def test_gradients_of_the_second_backward_are_compared_too(
+    worker_pool: WorkerPool,
+) -> None:
+    # DDP has other buckets from then on. Twice the output is four times the gradient.
+    (found,) = worker_pool.run(errors_of_two_passes, world_size=1)
+    assert found == {"right": 0.0, "wrong later": pytest.approx(3.0)}
+
+
 def one_step(shift: int = 0) -> dict:
     """Make up a summary whose times are all `shift` later."""
     spans = {
@@ -433,7 +463,9 @@ def test_what_the_profiler_writes_is_in_microseconds(tmp_path: Path) -> None:
 
 def test_clocks_that_disagree_are_noticed() -> None:
     millisecond = 1_000_000
-    here, near, far = one_step(), one_step(40), one_step(3 * millisecond)
+    # Clocks may seem to be a thousandth of a second apart, and no more.
+    here, near = one_step(), one_step(millisecond - 100_000)
+    far = one_step(millisecond + 100_000)
     assert TRACING.is_possible([here, near])
     assert not TRACING.is_possible([here, far])
     assert not TRACING.is_possible([far, here])
@@ -443,9 +475,14 @@ def test_clocks_that_disagree_are_noticed() -> None:
 
 def test_step_drawn_is_the_one_of_median_length() -> None:
     slow, quick, middle = one_step(), one_step(), one_step()
-    slow["optimizer"], quick["optimizer"] = (120, 900), (120, 125)
-    first = TRACING.middle_step([(slow, slow), (quick, quick), (middle, one_step(20))])
+    ends = {1_000_000: quick, 5_000_000: middle, 9_000_000: slow}
+    for end, step in ends.items():
+        step["optimizer"] = (120, end)
+    # Of five steps two are quicker and two slower, in any order.
+    four = [(slow, slow), (quick, quick), (quick, quick), (slow, slow)]
+    first = TRACING.middle_step([*four[:2], (middle, one_step(20)), *four[2:]])
     assert first == TRACING.middle_step([(middle, one_step(20))])
+    assert first[0]["optimizer"][1] == 5.0
     later = one_step(20_000_000), one_step(25_000_000)
     first = TRACING.middle_step([later])
     assert [rank["forward"][0] for rank in first] == [0.0, 5.0]

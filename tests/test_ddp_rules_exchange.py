@@ -4,6 +4,8 @@ import contextlib
 import io
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -251,6 +253,36 @@ def test_bytes_sent_are_those_of_a_ring(
     # An all-reduce sends each number on 2 (n - 1) times, in n-th parts.
     expected = 1e6 * 2 * (world_size - 1) / world_size
     assert results == pytest.approx([expected] * world_size, rel=0.02)
+
+
+# `struct tcp_info` of Linux (include/uapi/linux/tcp.h): 8 bytes, 24 numbers of 4 bytes,
+# two rates, bytes acknowledged and received, and so on, in the order of the file.
+TCP_INFO = struct.Struct("=8x 24I 2Q QQ 6I 4Q 2I QQ")
+
+
+class Connection(socket.socket):
+    """A TCP connection of which Linux tells what is written here."""
+
+    def getsockopt(self, *_: Any) -> bytes:  # type: ignore[override]
+        """Say that 1,000 bytes were received, and 5,000 sent, 300 of them again."""
+        received, sent, again = 1_000, 5_000, 300
+        return TCP_INFO.pack(*[7] * 27, received, *[7] * 12, sent, again)
+
+
+@pytest.mark.parametrize(
+    ("room", "name", "function", "expected"),
+    [
+        (ROOM, "sent_bytes", "sent_by", 4_700),
+        ("05_deepspeed_zero/communication", "traffic", "sent_by", 4_700),
+        ("04_rpc_parameter_server/lookup_cost", "wire", "tcp_bytes", 4_700 + 1_000),
+    ],
+)
+def test_what_tcp_has_sent_again_counts_once(
+    room: str, name: str, function: str, expected: int
+) -> None:
+    count = getattr(load_chapter(room)[name], function)
+    with socket.socket() as one, mock.patch.object(socket, "socket", Connection):
+        assert count(one.fileno()) == expected
 
 
 # --- Uneven inputs. ----------

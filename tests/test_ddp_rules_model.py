@@ -333,7 +333,10 @@ def uneven_step() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     counts = [2 + r for r in range(world_size)]
     whole = drifting_inputs(sum(counts)).requires_grad_()
-    alone, layer = nn.BatchNorm1d(3), sync_batch_norm.SummedBatchNorm(3)
+    # Other settings than the defaults, or a layer could have these written in it.
+    settings: Any = {"eps": 0.5, "momentum": 0.3}
+    alone = nn.BatchNorm1d(3, **settings)
+    layer = sync_batch_norm.SummedBatchNorm(3, **settings)
     target = torch.arange(3.0)
     wanted = alone(whole)
     (wanted - target).square().sum().backward()

@@ -14,7 +14,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -456,7 +460,7 @@ def test_sharded_checkpoint_is_loaded_on_any_number_of_ranks(
 
 
 def ending_of_checkpoint(fault: str) -> tuple[Any, str]:
-    """Run sharded_checkpoint.py without a part of the state."""
+    """Run sharded_checkpoint.py without a part of the state, or with other digits."""
     stateful = load_chapter(CHAPTER)["stateful"]
     real = stateful.set_state_dict
 
@@ -466,14 +470,19 @@ def ending_of_checkpoint(fault: str) -> tuple[Any, str]:
             states["options"] = StateDictOptions(strict=False)
             return real(model, optimizer, **states)
         result = real(model, optimizer, **states)
-        optimizer.state.clear()
+        if fault == "no optimizer":
+            optimizer.state.clear()
+        else:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1 + 1e-8)
         return result
 
     with mock.patch.object(stateful, "set_state_dict", forget):
         return ending(CHAPTER, "sharded_checkpoint")
 
 
-@pytest.mark.parametrize("fault", ["no weights", "no optimizer"])
+@pytest.mark.parametrize("fault", ["no weights", "no optimizer", "a hundred-millionth"])
 def test_checkpoint_without_a_part_is_noticed(
     worker_pool: WorkerPool, fault: str
 ) -> None:
@@ -545,6 +554,18 @@ def ending_of_async(fault: str) -> tuple[Any, str]:
         return 1, f"{type(error).__name__}: {error}"
 
 
+def test_newest_checkpoint_has_the_largest_number_of_those_that_are_whole(
+    tmp_path: Path,
+) -> None:
+    # As text "step_9" comes after "step_10"; step 11 has no `.metadata`.
+    for number in (9, 10, 11):
+        (tmp_path / f"step_{number}").mkdir()
+    for number in (9, 10):
+        (tmp_path / f"step_{number}" / ".metadata").touch()
+    newest = load_chapter(CHECKPOINTS)["async_checkpoint"].newest_whole(tmp_path)
+    assert newest == tmp_path / "step_10"
+
+
 def test_save_of_later_weights_is_noticed(worker_pool: WorkerPool) -> None:
     ends = worker_pool.run(ending_of_async, "late")
     assert_failed(ends, "loaded: the weights at the call")
@@ -558,6 +579,9 @@ def test_save_of_later_weights_is_noticed(worker_pool: WorkerPool) -> None:
     [
         ("wrong dtype", "shards and gradients are float32"),
         ("no policy", "shards and gradients are float32"),
+        ("float32 off by 1e-4", "shards and gradients are float32"),
+        ("bf16 off by a fifth", "shards and gradients are float32"),
+        ("gathers float32", "shards and gradients are float32"),
     ],
 )
 def test_mixed_precision_notices(
@@ -572,13 +596,61 @@ def ending_of_mixed(fault: str) -> tuple[Any, str]:
     real = lesson.fully_shard
 
     def shard(module: Any, **settings: Any) -> Any:
+        policy, off = settings["mp_policy"], 0.0
         if fault == "no policy":
             settings.pop("mp_policy")
-        else:
+        elif fault == "wrong dtype":
             module.bfloat16()
+        elif fault == "gathers float32" and policy.reduce_dtype:
+            settings["mp_policy"] = MixedPrecisionPolicy(None, torch.float32)
+        elif fault == "float32 off by 1e-4" and not policy.param_dtype:
+            off = 1e-4
+        elif fault == "bf16 off by a fifth" and policy.param_dtype:
+            off = 0.2
+        if off and isinstance(module, lesson.GPT):
+            module.register_forward_hook(lambda *call: call[2] * (1 + off))
         return real(module, **settings)
 
     return ending(SETTINGS, "mixed_precision", fully_shard=shard)
+
+
+def gradient_off_by(share: float) -> tuple[Any, str]:
+    """Run one row of memory_and_messages.py on a small GPT, its gradient scaled."""
+    lesson = load_chapter(SETTINGS)["memory_and_messages"]
+    real, small = lesson.shard_gpt, lesson.GPTConfig(8, width=16, layers=1, heads=2)
+
+    def scaled(*arguments: Any, **settings: Any) -> Any:
+        model = real(*arguments, **settings)
+        model.register_forward_hook(lambda *call: call[2] * (1 + share))
+        return model
+
+    faults = {"CONFIG": small, "SETTINGS": {"default": {}}, "shard_gpt": scaled}
+    return ending(SETTINGS, "memory_and_messages", **faults)
+
+
+def test_gradient_of_a_setting_is_held_to_a_millionth(worker_pool: WorkerPool) -> None:
+    claim = "1 settings, one gradient: one process's"
+    ends = worker_pool.run(gradient_off_by, 0.0, world_size=4)
+    assert ends[0] == (0, f"check: {claim}")
+    ends = worker_pool.run(gradient_off_by, 1e-3, world_size=4)
+    assert [code for code, _ in ends] == [1] * 4 and claim in ends[0][1]
+
+
+def test_prefetched_are_the_next_blocks_nearest_first() -> None:
+    lesson = load_chapter(SETTINGS)["memory_and_messages"]
+    model = mock.Mock(blocks=[mock.Mock() for _ in range(5)])
+    with mock.patch.object(lesson, "fully_shard"):
+        lesson.shard_gpt(model, mock.Mock(), blocks=5, prefetch=2)
+    found = []
+    for block in model.blocks:
+        (later,) = block.set_modules_to_forward_prefetch.call_args.args
+        (earlier,) = block.set_modules_to_backward_prefetch.call_args.args
+        numbers = ([model.blocks.index(one) for one in way] for way in (later, earlier))
+        found.append(tuple(numbers))
+    # In the order in which each pass comes to them.
+    assert found[2] == ([3, 4], [1, 0]) and len(found) == 5
+    assert found[0] == ([1, 2], []) and found[1] == ([2, 3], [0])
+    assert found[3] == ([4], [2, 1]) and found[4] == ([], [3, 2])
 
 
 KILLED = """

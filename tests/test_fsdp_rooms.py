@@ -283,6 +283,61 @@ def test_table_notices_what_is_wrong(worker_pool: WorkerPool) -> None:
         assert said.startswith("check failed on ranks [0, 1], not so: ")
 
 
+def judged(loss: float, apart: float, kept: float, name: str) -> int:
+    """Run the table with one way, off by so much; return the exit code."""
+    ways, lesson = script(TABLE, "ways"), script(TABLE, "side_by_side")
+    whole = torch.zeros(100)
+
+    def known(prepare: Any, _: Any) -> Any:
+        off, far, share = (
+            (loss, apart, kept) if prepare is not ways.alone else [0.0] * 3
+        )
+        held = round(16 * 100 * (1 + share))
+        return ways.Run([4.0 * (1 + off)], [whole + far], held, held, 0, 0.0, 1.0)
+
+    way = ways.WAYS[name]._replace(kept=lambda _: 16)
+    faults = {"train_and_count": known, "WAYS": {name: way}}
+    with (
+        mock.patch.multiple(lesson, global_batches=lambda _: [], **faults),
+        mock.patch.object(script(TABLE, "ranks"), "leave"),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        try:
+            run_lesson(TABLE, "side_by_side")
+        except SystemExit as end:
+            return int(end.code or 0)
+    return 0
+
+
+def ends_of_what_is_off() -> list[tuple[int, ...]]:
+    """Judge each number of a way just within its limit, then just outside."""
+    cases = [("DDP", 1e-5), ("  computes in bf16", 2e-2)]
+    ends = []
+    for name, limit in cases:
+        for share in (0.9, 1.1):
+            off = share * limit
+            ends.append((judged(off, 0, 0, name), judged(0, off, 0, name)))
+    ends.append((judged(0, 0, 0.9 * 0.05, "DDP"), judged(0, 0, 1.1 * 0.05, "DDP")))
+    return ends
+
+
+def test_limits_are_rounding_s_of_fp32_and_bf16_and_a_twentieth_of_the_bytes(
+    worker_pool: WorkerPool,
+) -> None:
+    # Losses and parameters of fp32 to five digits, of bf16 (8 bits) to two.
+    expected = [(0, 0), (1, 1)] * 2 + [(0, 1)]
+    assert worker_pool.run(ends_of_what_is_off) == [expected] * 2
+
+
+def test_settings_of_the_table_let_a_wrong_gradient_show() -> None:
+    # Adam divides a gradient by its size plus eps: at PyTorch's default a sum in place
+    # of a mean would cancel. The last step is the one that is counted.
+    ways = script(TABLE, "ways")
+    usual = inspect.signature(torch.optim.AdamW).parameters["eps"].default
+    assert usual == 1e-8 and ways.SETTINGS["eps"] == 1e-3
+    assert ways.COUNTED == ways.STEPS - 1 == 3
+
+
 # --- The dictionary. ----------
 
 

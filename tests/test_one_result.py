@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,8 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 from launch import ROOT
 from scripts import load_chapter
@@ -442,6 +444,63 @@ def test_a_way_of_each_family_is_right_and_each_broken_one_is_found(
         found = faults(references | broken, [name])
         assert any(words in fault for fault in found), (name, found)
     assert len(SABOTAGE) == 8
+
+
+def due_of_each_call() -> dict[str, float]:
+    """Return what is due on this rank for each kind of message, 48 values long."""
+    n, rank, messages = dist.get_world_size(), dist.get_rank(), module("training")
+    group: Any = dist.group.WORLD
+    whole, shard, due = torch.ones(48), torch.ones(48 // n), {}
+    # Rank 0 gives 1, 2 and 3 rows of 4 values to the ranks 0, 1 and 2; rank 1 gives
+    # them four times as many, and rank 2 nine times.
+    given = [(rank + 1) ** 2 * (to + 1) for to in range(n)]
+    taken = [(by + 1) ** 2 * (rank + 1) for by in range(n)]
+    rows, got = torch.ones(sum(given), 4), torch.empty(sum(taken), 4)
+
+    def send_to_next() -> None:
+        sent: Any = dist.isend(whole, (rank + 1) % n)
+        dist.recv(whole.clone(), (rank - 1) % n)
+        sent.wait()
+
+    calls: dict[str, Callable[[], Any]] = {
+        "all-reduce": lambda: dist.all_reduce(whole),
+        "all-gather": lambda: dist.all_gather_single(whole, shard),
+        "all-gather, by DTensor": lambda: funcol.all_gather_single(
+            shard, 0, group
+        ).sum(),
+        "reduce-scatter": lambda: dist.reduce_scatter_single(shard, whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+        "reduce": lambda: dist.reduce(whole, 0),
+        "all-to-all": lambda: dist.all_to_all_single(got, rows, taken, given),
+        "send": send_to_next,
+    }
+    for name, call in calls.items():
+        with messages.Messages() as log:
+            call()
+        due[name] = log.due
+        dist.barrier()
+    return due
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_is_due_for_a_message_is_what_its_algorithm_sends(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    n, whole = world_size, 4 * 48
+    # A ring sends n - 1 times an n-th, and an all-reduce is two of them (Thakur,
+    # Rabenseifner and Gropp, 2005, section 4.4). Gloo's reduce-scatter is an
+    # all-reduce; its reduce ends with n - 1 ranks that send their n-th to one. To all
+    # receivers of a broadcast together the message goes n - 1 times.
+    ring = (n - 1) * whole / n
+    due = dict.fromkeys(["all-gather", "all-gather, by DTensor", "broadcast"], ring)
+    due |= dict.fromkeys(["all-reduce", "reduce-scatter"], 2 * ring)
+    due |= {"reduce": ring + (n - 1) * (whole / n) / n, "send": whole}
+    found = worker_pool.run(due_of_each_call, world_size=n)
+    for rank, one in enumerate(found):
+        # Of the rows all but those that stay.
+        rows = (rank + 1) ** 2 * sum(to + 1 for to in range(n) if to != rank)
+        assert one == pytest.approx(due | {"all-to-all": 4 * 4 * rows})
+    assert len(found) == n
 
 
 def test_a_killed_run_resumes(worker_pool: WorkerPool, tmp_path: Path) -> None:

@@ -406,12 +406,17 @@ def test_batch_norm_sees_micro_batches(
 
 
 def tied_with(fault: str) -> tuple[Any, str]:
-    """Run tied_weights.py, with or without the sum."""
+    """Run tied_weights.py with a sum, without one, or with one that is nearly right."""
     tied = script(BALANCE, "tied_weights")
-    if fault:
-        with mock.patch.object(tied, "add_both_gradients", tied.leave_alone):
-            return run_here(BALANCE, "tied_weights")
-    return run_here(BALANCE, "tied_weights")
+    both = tied.add_both_gradients
+
+    def a_millionth_more(weight: Any) -> None:
+        both(weight)
+        weight.grad *= 1 + 1e-6
+
+    wrong = {"": both, "no sum": tied.leave_alone, "a millionth": a_millionth_more}
+    with mock.patch.object(tied, "add_both_gradients", wrong[fault]):
+        return run_here(BALANCE, "tied_weights")
 
 
 def test_tied_ends_diverge_without_a_sum(worker_pool: WorkerPool) -> None:
@@ -419,8 +424,9 @@ def test_tied_ends_diverge_without_a_sum(worker_pool: WorkerPool) -> None:
     assert [code for code, _ in ends] == [0, 0], ends
     apart = dict(re.findall(r"^(\w+) +\| .* head (\S+) from", ends[0][1], re.M))
     assert float(apart["leave_alone"]) > 1e-3 and apart["add_both_gradients"] == "0e+00"
-    ends = worker_pool.run(tied_with, "no sum")
-    assert [code for code, _ in ends] == [1, 1]
+    for fault in ("no sum", "a millionth"):
+        ends = worker_pool.run(tied_with, fault)
+        assert [code for code, _ in ends] == [1, 1], fault
 
 
 def balanced_with(fault: str) -> tuple[Any, str]:
@@ -450,6 +456,66 @@ def test_equal_blocks_are_not_equal_stages(worker_pool: WorkerPool) -> None:
     (even, *equal, slow), (best, *uneven, fast) = found
     assert (even, best, equal) == ("even", "best", ["4", "4"])
     assert float(head) > 2 and uneven[0] > uneven[1] and float(fast) < float(slow)
+
+
+def balanced_with_known_times() -> str:
+    """Run balance.py where layers and steps take what is given here, in seconds."""
+    balance = script(BALANCE, "balance")
+    known = [0.001, *[0.002] * 8, 0.012]
+    steps = mock.Mock(side_effect=[0.128, 0.123])
+    with mock.patch.multiple(
+        balance, layer_seconds=lambda *_: known, step_seconds=steps
+    ):
+        return run_here(BALANCE, "balance")[1]
+
+
+def test_times_of_a_cut_are_sums_of_its_layers_in_milliseconds(
+    worker_pool: WorkerPool,
+) -> None:
+    lines = worker_pool.run(balanced_with_known_times)[0].splitlines()
+    # A half of a block, and six blocks. Four blocks and the head take 8 + 12 ms; seven
+    # with the embedding 1 + 14, one with the head 2 + 12.
+    assert lines[0] == "embedding 0.5, head 6.0 times a block"
+    assert lines[1] == "even: blocks [4, 4], slowest stage 20.0 ms, step 128"
+    assert lines[2] == "best: blocks [7, 1], slowest stage 15.0 ms, step 123"
+
+
+def clock_of(seconds: list[float]) -> SimpleNamespace:
+    """Return a clock by which what is timed takes these seconds, one after another."""
+    starts = [100.0 * i for i in range(len(seconds))]
+    both = [(t, t + took) for t, took in zip(starts, seconds, strict=True)]
+    return SimpleNamespace(perf_counter=mock.Mock(side_effect=sum(both, ())))
+
+
+def test_a_layer_takes_its_shortest_time_of_ten() -> None:
+    cuts = script(BALANCE, "cuts")
+    config = cuts.GPTConfig(block_size=4, width=8, layers=1, heads=2, tied=False)
+    # Embeddings are fastest in the first of ten rounds, the block in the sixth, the
+    # head in the last.
+    rounds = [[1 + r, 3 + abs(r - 5), 5 + 9 - r] for r in range(10)]
+    tokens = torch.zeros(1, 5, dtype=torch.int64)
+    clock = clock_of([float(x) for one in rounds for x in one])
+    with mock.patch.object(cuts, "time", clock):
+        found = cuts.layer_seconds(cuts.GPT(config), tokens[:, :-1], tokens[:, 1:])
+    assert found == [1, 3, 5]
+
+
+def step_of_known_seconds() -> float:
+    """Time steps of which rank 1's take twice as long as rank 0's."""
+    cuts = script(BALANCE, "cuts")
+    config = cuts.GPTConfig(block_size=4, width=8, layers=2, heads=2, tied=False)
+    clock = clock_of([x * (1.0 + dist.get_rank()) for x in (1, 4, 3, 5)])
+    with (
+        mock.patch.object(cuts, "time", clock),
+        mock.patch.object(cuts, "Stage", mock.Mock()),
+    ):
+        return cuts.step_seconds(config, [1, 1], torch.zeros(2, 5), 1)
+
+
+def test_a_step_takes_the_slower_rank_s_time_but_for_the_first(
+    worker_pool: WorkerPool,
+) -> None:
+    assert worker_pool.run(step_of_known_seconds) == [2 * 3.0] * 2
 
 
 @pytest.mark.slow

@@ -315,7 +315,9 @@ FAULTS = [
     "mean of local means",
     "embeds local positions",
     "zigzag is contiguous",
-    "a tenth more is sent",
+    "a fiftieth more is sent",
+    "gradients a millionth off",
+    "slowest a fifth slower",
 ]
 
 
@@ -324,6 +326,7 @@ def ends_with_faults() -> dict[str, tuple[Any, str]]:
     scores_of, loss_of_shard = ring.scores_of, script.loss_of_shard
     arange, cross_entropy = torch.arange, F.cross_entropy
     activations_sent = script.Counted.activations_sent
+    slowest_to_mean, add_up = script.slowest_to_mean, script.add_up_gradients
 
     def local_positions(q: Tensor, k: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         # What is_causal=True on each block would do.
@@ -344,6 +347,11 @@ def ends_with_faults() -> dict[str, tuple[Any, str]]:
         ):
             return loss_of_shard(model, *tokens)
 
+    def add_up_a_little_more(model: Any) -> None:
+        add_up(model)
+        for parameter in model.parameters():
+            parameter.grad *= 1 + 1e-6
+
     faults = {
         "is_causal in each block": (ring, "scores_of", local_positions),
         "gradients of keys stay": (
@@ -355,10 +363,17 @@ def ends_with_faults() -> dict[str, tuple[Any, str]]:
         "mean of local means": (script, "loss_of_shard", mean_of_local_means),
         "embeds local positions": (script, "loss_of_shard", embeds_local_positions),
         "zigzag is contiguous": (script, "zigzag", contiguous),
-        "a tenth more is sent": (
+        # Little more than the limits of the check.
+        "a fiftieth more is sent": (
             script.Counted,
             "activations_sent",
-            lambda calls: activations_sent(calls) * 1.1,
+            lambda calls: activations_sent(calls) * 1.02,
+        ),
+        "gradients a millionth off": (script, "add_up_gradients", add_up_a_little_more),
+        "slowest a fifth slower": (
+            script,
+            "slowest_to_mean",
+            lambda work: slowest_to_mean(work) * 1.2,
         ),
     }
     return {name: ending([fault]) for name, fault in faults.items()}
@@ -370,9 +385,9 @@ def test_lesson_gone_wrong_is_noticed(worker_pool: WorkerPool) -> None:
     assert len(by_rank) == 4
     for rank, ends in enumerate(by_rank):
         assert list(ends) == FAULTS
-        assert [code for code, _ in ends.values()] == [1] * 7
+        assert [code for code, _ in ends.values()] == [1] * 9
         heard = [text.startswith(said) for _, text in ends.values()]
-        assert heard == [rank == 0] * 7, ends
+        assert heard == [rank == 0] * 9, ends
 
 
 # --- PyTorch's own. ----------

@@ -157,6 +157,32 @@ def test_the_proof_finds_a_single_update_that_was_not_made(
     assert lost > 100 and apart > STEPS.ALONE_LIMIT
 
 
+def checks_of(**found: float) -> list[bool]:
+    """Let steps_per_second.py judge ways of which all is right but what is given."""
+    lesson, check = MODULES["steps_per_second"], mock.Mock()
+    right = {"different": 0, "missing": 0, "lost": 0, "moved": 9, "apart": 0.9e-5}
+    ways = dict.fromkeys(NAMES, STEPS.Found(**(right | found)))
+    rates = {name: [1.0, 1.0] for name in NAMES}
+    options = SimpleNamespace(rounds=1, steps=2, batch_size=5)
+    with (
+        mock.patch.object(lesson, "take_turns", return_value=(rates, ways)),
+        mock.patch.object(lesson, "say"),
+        mock.patch.object(lesson, "check", check),
+        mock.patch.object(lesson.dist, "get_world_size", return_value=1),
+    ):
+        lesson.compare_four_ways([], options)
+    return [bool(call.args[0]) for call in check.call_args_list]
+
+
+def test_each_fault_of_a_way_fails_its_check() -> None:
+    # In the order of the checks: dense weights, updates, entries, one process.
+    assert checks_of() == [True] * 4
+    assert checks_of(different=1) == [False, True, True, True]
+    assert checks_of(missing=1) == checks_of(moved=0) == [True, False, True, True]
+    assert checks_of(lost=1) == [True, True, False, True]
+    assert checks_of(apart=1.1e-5) == [True, True, True, False]
+
+
 # Bad input.
 
 

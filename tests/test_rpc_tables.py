@@ -387,6 +387,38 @@ def test_costs_are_of_one_step_and_times_in_milliseconds() -> None:
     assert alone_ms == 2.0
 
 
+def test_each_way_is_compared_with_its_own_twin_as_a_share_of_the_way_gone() -> None:
+    # Here a parameter begins at 1 and gains 1 in each round: in one process, as long
+    # as no lookup is late. Of late lookups it gains 10.
+    def in_rounds(rounds: list[Any], _: float, late: bool) -> tuple[Any, float]:
+        return torch.tensor([1.0 + len(rounds) * (10 if late else 1)]), 0.002
+
+    # By way what it gains; "rows", which adds in another order, by its first round.
+    gains = {"sums": [0, 0, 3.5], "ahead": [0, 0, 33], "rows": [0.75, 9, 9]}
+
+    def line(way: str, _: float) -> SimpleNamespace:
+        ends = (1.0 + gain for gain in gains[way])
+        counts: Any = {"dense": way, "bytes": 0, "waited": 0.0}
+        return SimpleNamespace(weight=lambda: next(ends), **counts)
+
+    fakes: dict[str, Any] = {
+        "WAYS": dict.fromkeys(gains, lambda *_: [torch.tensor(0.0)]),
+        "Line": line,
+        "wire_bytes": lambda: None,
+        "rpc": mock.Mock(),
+        "flat": lambda weight, dense: torch.tensor([weight if dense in gains else 1.0]),
+        "train_in_rounds": in_rounds,
+    }
+    with (
+        mock.patch.multiple(COST, **fakes),
+        mock.patch.object(COST, "dense_part", return_value="the start"),
+    ):
+        _, _, apart = COST.cost_of_each_way([[0]] * 3, 0.0)
+    expected = {"sums": 0.5 / 3, "ahead": 3 / 30}
+    assert {way: apart[way] for way in expected} == pytest.approx(expected)
+    assert apart["rows"] == pytest.approx(0.25)
+
+
 def test_stale_rows_are_those_of_a_batch_that_were_in_the_one_before(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
