@@ -64,6 +64,7 @@ def try_stopping(answer: Train) -> str:
         texts = [explain_steps(did[one], STEPS) for one in range(WORLD_SIZE)]
         if any(texts):
             return f"without a signal: {texts[rank] or 'another rank failed'}"
+        path = folder
         for told in range(WORLD_SIZE):
             path = folder / f"stopped_{told}.pt"
             did, _ = train(path, TOLD if rank == told else STEPS + 1)
