@@ -28,7 +28,7 @@ class Stage:
         self.stages = dist.get_world_size()
         self.is_first, self.is_last = self.index == 0, self.index == self.stages - 1
         # Activations and gradients have a group each: on NCCL the messages of a group
-        # wait for each other, and two neighbours that both send first wait for good.
+        # wait for each other, and two neighbours that send first may do so for good.
         self.activations: Any = dist.new_group()
         self.gradients: Any = dist.new_group()
         self.ends = dist.new_group(sorted({0, self.stages - 1}))  # may share a matrix
