@@ -971,12 +971,12 @@ def test_rules_come_near_to_the_planners_fastest() -> None:
         ("h100", 4096, 512),
         ("h100", 32768, 128),
     ):
-        for model in models.MODELS:
+        for model in ("llama2-7b", "llama3-70b", "llama3-405b"):
             for devices in (8, 512):
                 job = job_on(cluster, model, devices, sequence, batch)
                 losses.append(RULES.try_rules(job)[1])
     losses = sorted(loss for loss in losses if loss is not None)
-    assert len(losses) == 33
+    assert len(losses) == 12
     assert losses[len(losses) // 2] < 0.01
     assert losses[0] > -1e-9
     assert losses[-1] < CHOOSE.WORST
