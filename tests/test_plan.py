@@ -977,7 +977,7 @@ def test_rules_come_near_to_the_planners_fastest() -> None:
                 losses.append(RULES.try_rules(job)[1])
     losses = sorted(loss for loss in losses if loss is not None)
     assert len(losses) == 12
-    assert losses[len(losses) // 2] < 0.01
+    assert losses[len(losses) // 2] < 0.03
     assert losses[0] > -1e-9
     assert losses[-1] < CHOOSE.WORST
 
