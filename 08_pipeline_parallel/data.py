@@ -155,7 +155,6 @@ class StepSampler(Sampler[list[int]]):
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.shard = len(range(self.rank, global_batch_size, self.world_size))
         self.micro_batches = -(-self.shard // batch_size)  # of one step
-        self.batch_size = batch_size
         self.seed, self.epoch, self.first_step = seed, 0, 0
 
     def start_at(self, epoch: int, first_step: int) -> None:
@@ -277,21 +276,24 @@ class Tally:
             RuntimeError: a sample was lost or counted twice, by this run or by those
                 that it resumes.
         """
-        local_loss = torch.stack(self.sums).mean().item() / self.sampler.shard
-        local_losses = gather(local_loss, self.sampler.group)
-        total = torch.stack(gather(self.seen, self.sampler.group)).sum(dim=0)
+        sampler = self.sampler
+        local_loss = torch.stack(self.sums).mean().item() / sampler.shard
+        # Its micro-batches: ranks that do not divide a step evenly have different ones.
+        batch = -(-sampler.shard // sampler.micro_batches)
+        local = gather((batch, local_loss), sampler.group)
+        total = torch.stack(gather(self.seen, sampler.group)).sum(dim=0)
         self.seen.zero_()
-        batch_size = self.sampler.global_batch_size
+        batch_size = sampler.global_batch_size
         different, counted = int((total > 0).sum()), int(total.sum())
         if not different == counted == batch_size * steps:
             raise RuntimeError(
                 f"{steps} steps of {batch_size} samples saw {counted}, {different} of "
                 "them different"
             )
-        done = f"batch size {self.sampler.batch_size} | steps {len(self.sums)}"
+        done = f"steps {len(self.sums)}"
         lines = [
-            f"rank {rank} | {done} | local loss {loss:.3f}"
-            for rank, loss in enumerate(local_losses)
+            f"rank {rank} | batch size {batch} | {done} | local loss {loss:.3f}"
+            for rank, (batch, loss) in enumerate(local)
         ]
         product = f"{batch_size} x {steps} = {counted}"
         return [*lines, f"global batch size x steps = {product} different samples"]

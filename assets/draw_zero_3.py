@@ -18,7 +18,7 @@ WEIGHTS, GRADIENTS, COMPUTED, INK = "#0072B2", "#E69F00", "#D5D5D5", "#222222"
 # long as a forward pass, and messages are meant to take a little less.
 UNITS = {"gather": 0.8, "reduce-scatter": 0.8, "forward": 1.0, "backward": 2.0}
 SENT = {"gathered": "gather", "reduced": "reduce-scatter"}
-Span = tuple[int, float, float]  # a module's number, where it begins, where it ends
+Span = tuple[Any, float, float]  # a module's number, where it begins, where it ends
 # In points; a phone shows the picture's 10 inches on two and a half.
 LETTERS: dict[str, Any] = {"fontsize": 15, "va": "center"}
 GAP = 0.03  # at both ends of a box, to tell it from the next
@@ -80,9 +80,9 @@ def draw_lane(axes: Axes, spans: list[Span], y: float, look: dict[str, Any]) -> 
 
 def draw_step(spans: dict[str, list[Span]]) -> plt.Figure:
     """Draw the messages, the computation, and the whole weights below each other."""
-    modules = len(spans["forward"])
+    modules = list(dict.fromkeys(module for module, *_ in spans["gather"]))
     end = max(end for _, _, end in spans["reduce-scatter"])
-    bottom = -3.6 - modules
+    bottom = -3.6 - len(modules)
     figure, axes = new_drawing(4.6, (-3.4, end + 0.15), (bottom, 0.65))
     for kind in ("forward", "backward"):
         middle = (spans[kind][0][1] + spans[kind][-1][2]) / 2
@@ -95,13 +95,13 @@ def draw_step(spans: dict[str, list[Span]]) -> plt.Figure:
         axes.text(-0.3, y, lane, ha="right", color=INK, **LETTERS)
         for kind in kinds:
             draw_lane(axes, spans[kind], y, {"fc": colour, "ec": "none"})
-    middle = -3.6 - modules / 2
+    middle = -3.6 - len(modules) / 2
     lane = "whole weights\nin memory"
     axes.text(-0.3, middle, lane, ha="right", color=INK, **LETTERS)
     look = {"fc": WEIGHTS + "40", "ec": WEIGHTS}
-    for module in range(1, 1 + modules):
+    for lane, module in enumerate(modules):
         own = [span for span in spans["whole"] if span[0] == module]
-        draw_lane(axes, own, -3.1 - module, look)
+        draw_lane(axes, own, -4.1 - lane, look)
     return figure
 
 

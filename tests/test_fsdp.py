@@ -1,8 +1,11 @@
 """Chapter 06: DTensors, FSDP2 and distributed checkpoints, held against one process."""
 
 import contextlib
+import importlib
 import io
+import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -69,6 +72,31 @@ def assert_failed(ends: list[tuple[Any, str]], claim: str) -> None:
     assert [status for status, _ in ends] == [1] * len(ends)
     said = ends[0][1].splitlines()[-1]  # above it there may be a warning
     assert re.match(rf"check failed on ranks \[.+\], not so: {claim}", said), ends
+
+
+# --- The picture of a step. ----------
+
+
+def record_the_picture() -> list[list[str]]:
+    """Record the step of assets/06_fsdp.png again."""
+    with mock.patch.object(sys, "path", [str(ROOT / "assets"), *sys.path]):
+        recording = importlib.import_module("record_fsdp")
+    return [list(event) for event in recording.record_step()]
+
+
+def test_picture_is_drawn_from_what_fully_shard_does(worker_pool: WorkerPool) -> None:
+    drawn = json.loads((ROOT / "assets" / "06_fsdp.json").read_text())
+    assert len(drawn) == 2
+    for events in drawn:
+        for kind, units in (
+            ("gather", "R123321"),
+            ("forward", "R123R"),
+            ("backward", "R321R"),
+            ("reduce-scatter", "321R"),
+            ("free", "123321R"),
+        ):
+            assert "".join(unit for event, unit in events if event == kind) == units
+    assert worker_pool.run(record_the_picture) == drawn
 
 
 # --- DTensor. ----------

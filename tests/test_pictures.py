@@ -32,6 +32,8 @@ TRAINS = "draw_west_east.py"
 PRINTED = {
     "draw_bandwidth.py": "6 collectives of 9 sizes; wrote 01_bandwidth.png",
     "draw_collectives.py": "9 pictures, 108 numbers, which fit together",
+    "draw_fsdp.py": "4 of 7 gathers while a unit computes, the root's once, 4 units "
+    "whole at most; wrote 06_fsdp.png",
     "draw_ring.py": "12 recorded messages add up to the sum; wrote 01_ring.png",
     "draw_zero_3.py": "6 of 8 gathers while a module computes, 2 modules whole at "
     "most; wrote 05_zero_3.png",
@@ -134,7 +136,7 @@ def test_each_script_draws_with_the_shared_letters() -> None:
     for script in SCRIPTS:
         text = (ROOT / script).read_text()
         assert "from pictures import" in text and "dpi=" not in text, script
-    assert len(SCRIPTS) == 26 and len(COMMITTED) == 35
+    assert len(SCRIPTS) == 27 and len(COMMITTED) == 36
 
 
 # --- What cannot work. ----------
