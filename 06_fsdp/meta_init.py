@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from counters import PeakMemory
 from init_whole import DrawWhole
@@ -40,8 +40,9 @@ def draw_weights(model: Any) -> None:
 
 
 def shards_differ(weight: DTensor) -> bool:
-    """Tell whether the first two ranks' shards of a weight do; all ranks call this."""
-    first, second, *_ = weight.full_tensor().chunk(weight.device_mesh.size())
+    """Tell whether the first two shards of a weight do; every rank calls this."""
+    dim = weight.placements.index(Shard(0))  # hybrid: the mesh's other has copies
+    first, second, *_ = weight.full_tensor().chunk(weight.device_mesh.size(dim))
     return not torch.equal(first, second)
 
 

@@ -4,22 +4,21 @@ Run: torchrun --nproc-per-node=2 06_fsdp/minimal.py
 Expect: the losses of chapter 03's minimal.py.
 """
 
-import gc
 import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # an optimizer would import it later, and keep the group
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 from data import WindowDataset, load_text
 from model import GPT, GPTConfig
+from ranks import leave
 
 
 def main() -> None:
@@ -54,8 +53,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()
-    dist.destroy_process_group()
-    # DTensor caches the mesh, which keeps the group: its threads might abort the exit.
-    for mesh in [one for one in gc.get_objects() if type(one) is DeviceMesh]:
-        mesh._pg_registry.clear()
+    leave()  # dist.destroy_process_group(), and on the CPU what DTensor keeps of it

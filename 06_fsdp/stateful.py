@@ -1,4 +1,4 @@
-"""Model and optimizer as `torch.distributed.checkpoint` (DCP) saves and loads them.
+"""A training run as `torch.distributed.checkpoint` (DCP) saves and loads it.
 
 Carry away this one file, then: `dcp.save({"run": Training(model, optimizer)}, ...)`.
 """
@@ -11,19 +11,28 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 
 class Training(Stateful):
-    """A model and its optimizer, as DCP saves and loads them: by name, in shards."""
+    """What a run resumes from, as DCP saves and loads it: by name, and in shards."""
 
-    def __init__(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Take them as they are, sharded or not."""
-        self.model, self.optimizer = model, optimizer
+    def __init__(
+        self, model: Any, optimizer: torch.optim.Optimizer, **others: Any
+    ) -> None:
+        """Take model and optimizer, sharded or not.
+
+        `others`, such as `schedule=LambdaLR(...)`, have a `state_dict` that is the same
+        on all ranks, and `load_state_dict`.
+        """
+        self.model, self.optimizer, self.others = model, optimizer, others
 
     def state_dict(self) -> dict[str, Any]:
         """Return what to save, and where to load to; every rank calls this."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        others = {name: other.state_dict() for name, other in self.others.items()}
+        return {"model": model, "optimizer": optimizer, **others}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what has been loaded."""
         model, optimizer = state_dict["model"], state_dict["optimizer"]
         states = {"model_state_dict": model, "optim_state_dict": optimizer}
         set_state_dict(self.model, self.optimizer, **states)
+        for name, other in self.others.items():
+            other.load_state_dict(state_dict[name])

@@ -72,7 +72,7 @@ def add_gradients(
     device = next(model.parameters()).device
     loss_sum = torch.zeros((), device=device)
     for i, (_, *tokens) in enumerate(micro_batches, start=1):
-        model.set_requires_gradient_sync(i == len(micro_batches))  # once a step
+        model.set_requires_gradient_sync(i == len(micro_batches))  # reduce once a step
         inputs, labels = (part.to(device, non_blocking=True) for part in tokens)
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
             loss = forward(inputs, labels) * len(inputs)
@@ -161,9 +161,8 @@ def main(options: argparse.Namespace) -> None:
     plain = GPT(config).to(device)
     plain.load_state_dict(checkpoint.gathered(model.state_dict()))
     error = max(gather(data.gradient_error(model, plain, held_out)))
-    is_right = ranks.same_on_all_ranks(plain.parameters()) and error < 1e-5
-    bits = f"{world_size} rank(s) hold the same bits"
-    ranks.check(is_right, f"{bits}, and a gradient within {error:.0e} of one process's")
+    claim = f"{world_size} rank(s) compute the gradient of one process, within"
+    ranks.check(error < 1e-5, f"{claim} {error:.0e}")
     ranks.leave()
 
 

@@ -1,7 +1,6 @@
 """What every script needs once: options, a device, a process group, one voice.
 
-It is read once, from top to bottom. Chapters 01 (send_recv.py) and 02 (train.py) show
-in the open what `join` and `start_ranks` do. Each chapter holds a copy of this file.
+01's send_recv.py and 02's train.py show in the open what `join` and `start_ranks` do.
 """
 
 import argparse
@@ -125,10 +124,11 @@ def join(at_least: int = 1, at_most: int = 2**20, only_cpu: bool = False):
 
 def leave() -> None:
     """Leave the process group; every rank calls this last."""
-    dist.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:  # it keeps meshes, and they groups
+        gc.collect()
         for mesh in [x for x in gc.get_objects() if type(x).__name__ == "DeviceMesh"]:
             mesh._pg_registry.clear()
+    dist.destroy_process_group()
 
 
 def tie_to_launcher() -> None:

@@ -50,6 +50,8 @@ LARGEST_FOLDER = 10
 # How many modules of its chapter a script may import, beside `ranks`. In some rooms it
 # imports nothing of ours, nor does the smallest script of a chapter.
 MOST_IMPORTS = 2
+# FSDP's leaves by ranks.py, which frees what DTensor keeps of a group.
+MINIMAL_IMPORTS = {"06_fsdp/minimal.py": {"model", "data", "ranks"}}
 MOST_IMPORTS_BY_NAME = {"train.py": 3}
 # What many scripts import and a reader reads once: how ranks start, with DeepSpeed too,
 # the GPT of chapter 03, and that of chapter 07.
@@ -323,7 +325,8 @@ def lessons_import_little(tree: Tree) -> list[str]:
 
     What is READ_ONCE does not count. In the rooms where each script shows one mistake
     it does: such a script needs nothing of ours, and a `minimal.py` nothing but the
-    model and the data. A table of many cases, `x_table.py`, is no such script.
+    model and the data, or what MINIMAL_IMPORTS says. A table of many cases,
+    `x_table.py`, is no such script.
     """
     violations = []
     for name, module in scripts(tree).items():
@@ -344,7 +347,9 @@ def lessons_import_little(tree: Tree) -> list[str]:
         is_mistake = is_mistake and not path.stem.endswith("_table")
         if is_mistake or path.name == "minimal.py":
             most = 0
-            ours -= set() if is_mistake else {"model", "data"}
+            ours -= (
+                set() if is_mistake else MINIMAL_IMPORTS.get(name, {"model", "data"})
+            )
         else:
             most = MOST_IMPORTS_BY_NAME.get(path.name, MOST_IMPORTS)
             ours -= READ_ONCE

@@ -362,6 +362,52 @@ def test_group_outlives_ddp_and_its_threads_end_before_python(
     assert done.returncode == (end != "leave()")
 
 
+SHARDED = """\
+import os
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from ranks import leave
+
+def threads():
+    names = [file.read_text() for file in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
+
+def main():
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(2, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+main()
+before = threads()
+{end}
+print(before > 0, threads())
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("leave()", "True 0"),
+        pytest.param(
+            "dist.destroy_process_group()", r"True [1-9]", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_leave_frees_a_group_that_a_mesh_keeps(
+    lesson: Path, end: str, said: str
+) -> None:
+    """As minimal.py of chapter 06 leaves, which joins without `join`."""
+    lesson.write_text(SHARDED.replace("{end}", end))
+    done = torchrun(lesson, nproc=1)
+    assert re.fullmatch(said, done.stdout.splitlines()[-1]), done.output
+
+
 @pytest.mark.parametrize(
     ("end", "code", "complaint"),
     [

@@ -2,7 +2,7 @@
 
 Run: torchrun --nproc-per-node=2 06_fsdp/settings/mixed_precision.py
 Expect: autocast sends as much as float32; a policy gathers half. What is kept is
-    float32 in all four.
+    float32 in all five.
 """
 
 import copy
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -18,12 +20,13 @@ from model import GPT, GPTConfig
 from ranks import check, gather, join, leave, say
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
-# Each with whether autocast is around the forward pass.
+POLICY = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FLOAT32)
 WAYS = {
-    "float32": (MixedPrecisionPolicy(), False),
-    "autocast": (MixedPrecisionPolicy(), True),
-    "policy, bf16": (MixedPrecisionPolicy(param_dtype=BF16), False),
-    "policy, bf16 and float32": (MixedPrecisionPolicy(BF16, FLOAT32), False),
+    "float32": MixedPrecisionPolicy(),
+    "autocast": MixedPrecisionPolicy(),
+    "policy, bf16": MixedPrecisionPolicy(param_dtype=BF16),
+    "policy, bf16 and float32": POLICY,
+    "the same, loss outside": POLICY,
 }
 
 
@@ -34,6 +37,15 @@ def shard_with_policy(
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     return model
+
+
+def mean_loss_by(model: Any, inputs: Tensor, labels: Tensor, way: str) -> Tensor:
+    """Return the mean loss: computed by the model, or outside it in float32."""
+    if way == "the same, loss outside":
+        logits = model(inputs).float()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    with torch.autocast(inputs.device.type, BF16, enabled=way == "autocast"):
+        return model(inputs, labels)
 
 
 def main() -> None:
@@ -49,12 +61,11 @@ def main() -> None:
     plain(tokens[:, :-1], tokens[:, 1:]).backward()
     due = torch.cat([torch.as_tensor(p.grad).flatten() for p in plain.parameters()])
     gathered, errors, kept = {}, {}, set()
-    for way, (policy, is_autocast) in WAYS.items():
+    for way, policy in WAYS.items():
         model = shard_with_policy(copy.deepcopy(alone), mesh, policy)
         mine = tokens.chunk(world_size)[rank]
         with CollectiveLog() as log:
-            with torch.autocast(device.type, BF16, enabled=is_autocast):
-                loss = model(mine[:, :-1], mine[:, 1:])
+            loss = mean_loss_by(model, mine[:, :-1], mine[:, 1:], way)
             loss.backward()
         say(f"{way} | the loss is {loss.dtype}: {loss.item():.6f}")
         for name, dtype in dict.fromkeys(call[:2] for call in log.calls):
@@ -66,8 +77,8 @@ def main() -> None:
         grads = [p.grad.full_tensor().flatten() for p in model.parameters()]
         errors[way] = (torch.dist(torch.cat(grads), due) / due.norm()).item()
         say(f"  the gradient is off by {errors[way]:.0e}")
-    exact, autocast, half, mixed = gathered.values()
-    is_right = kept == {FLOAT32} and exact == autocast == 2 * half == 2 * mixed
+    exact, autocast, *halves = gathered.values()
+    is_right = kept == {FLOAT32} and {exact, autocast} == {2 * half for half in halves}
     is_right &= errors["float32"] < 1e-5 and max(gather(max(errors.values()))) < 0.05
     check(is_right, "shards and gradients are float32, bf16 is gathered in half of it")
     leave()
