@@ -23,7 +23,7 @@ from ranks import leave
 
 def main() -> None:
     """Train for one epoch on one device a rank."""
-    device = torch.device("cpu")
+    device = torch.device("cpu")  # unless each local rank can have a GPU of its own
     if torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         device = torch.accelerator.current_accelerator() or device
