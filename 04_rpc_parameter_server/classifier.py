@@ -22,6 +22,7 @@ from ranks import fail
 # Packages of the standard library, of like size and in every installation of Python.
 PACKAGES = ("asyncio", "email", "importlib", "multiprocessing", "unittest", "xml")
 ROWS, WIDTH = 2**15, 32
+BLOCK = 1024  # rows of the table that are drawn at once
 LINES_PER_SAMPLE = 5
 HELD_OUT_EVERY = 4  # one file in four is never trained on
 # Row numbers of all bags, (words,); where each bag begins in them, (B,); labels, (B,).
@@ -42,6 +43,22 @@ class Table(nn.EmbeddingBag):
         generator = torch.Generator().manual_seed(seed)
         weights = 0.1 * torch.randn(rows, width, generator=generator)
         super().__init__(rows, width, mode="sum", sparse=True, _weight=weights)
+
+
+def draw_shard(rows: int, shard: int, n: int) -> torch.Tensor:
+    """Draw the rows of a `Table` with seed 0; keep every n-th, beginning with `shard`.
+
+    They are drawn block by block: the whole table is never in memory.
+    """
+    generator, filled = torch.Generator().manual_seed(0), 0
+    own = torch.empty(len(range(shard, rows, n)), WIDTH)
+    for start in range(0, rows, BLOCK):
+        count = min(BLOCK, rows - start)
+        block = 0.1 * torch.randn(count, WIDTH, generator=generator)
+        kept = block[(shard - start) % n :: n]
+        own[filled : filled + len(kept)] = kept
+        filled += len(kept)
+    return own
 
 
 def dense_part(seed: int = 0) -> nn.Sequential:

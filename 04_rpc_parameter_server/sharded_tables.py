@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import classifier
 from bags import shard_bags
-from classifier import ROWS, WIDTH, Batch, HybridModel, Table, dense_part
+from classifier import ROWS, WIDTH, Batch, HybridModel, Table, dense_part, draw_shard
 from ranks import check, gather, join, leave, number, read_options, say, start_ranks
 
 LR = 0.1
@@ -39,12 +39,11 @@ class AllToAll(torch.autograd.Function):
 class ShardedTable(nn.Module):
     """One rank's rows, and three collectives that let it use all; all ranks call it."""
 
-    def __init__(self, table: Table) -> None:
-        """Keep every n-th row of a table, beginning with the row of this rank."""
+    def __init__(self, own: torch.Tensor) -> None:
+        """Take the rows of this rank r of n: r, r + n, r + 2n, and so on, (rows, D)."""
         super().__init__()
         self.world_size = dist.get_world_size()
-        rows = table.weight.detach()[dist.get_rank() :: self.world_size].clone()
-        self.own = nn.EmbeddingBag.from_pretrained(rows, False, mode="sum", sparse=True)
+        self.own = nn.EmbeddingBag.from_pretrained(own, False, mode="sum", sparse=True)
 
     def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Sum up the rows of each bag, wherever they are: (words,), (B,) to (B, D)."""
@@ -58,6 +57,9 @@ class ShardedTable(nn.Module):
         numbers = torch.cat([numbers for numbers, _ in shards])
         dist.all_to_all_single(wanted, numbers, to_receive, to_send)
         # 3. Each owner sums up its rows of everybody's bags and sends these sums back.
+        # If two ranks have two bags each, lengths [[2, 0], [1, 3]] mean that `wanted`
+        # has 2 and 0 rows for rank 0's bags, then 1 and 3 for rank 1's. They begin at
+        # [2, 2, 3, 6] - [2, 0, 1, 3] = [0, 2, 2, 3].
         flat = lengths.flatten()
         sums = self.own(wanted, flat.cumsum(0) - flat)
         return AllToAll.apply(sums).view(self.world_size, len(offsets), -1).sum(0)
@@ -65,12 +67,13 @@ class ShardedTable(nn.Module):
 
 def train_sharded(batches: list[Batch], rows: int) -> tuple[HybridModel, list[float]]:
     """Take a step for each of this rank's batches; return the model and the losses."""
+    table = ShardedTable(draw_shard(rows, dist.get_rank(), dist.get_world_size()))
     dense = DistributedDataParallel(dense_part())
-    model, losses = HybridModel(ShardedTable(Table(rows, WIDTH, seed=0)), dense), []
-    # DDP takes the mean of the ranks' gradients. Those of the table come from all ranks
-    # too, and are added up: an n-th of the rate makes a mean of that.
-    table = {"params": model.table.parameters(), "lr": LR / dist.get_world_size()}
-    optimizer = torch.optim.SGD([table, {"params": dense.parameters(), "lr": LR}])
+    model, losses = HybridModel(table, dense), []
+    # DDP takes the mean of the ranks' gradients. In the table those of all ranks are
+    # added up: an n-th of the rate makes a mean of that.
+    of_table = {"params": table.parameters(), "lr": LR / table.world_size}
+    optimizer = torch.optim.SGD([of_table, {"params": dense.parameters(), "lr": LR}])
     for indices, offsets, labels in batches:
         optimizer.zero_grad()
         loss = cross_entropy(model(indices, offsets), labels)

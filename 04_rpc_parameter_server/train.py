@@ -29,8 +29,7 @@ def hybrid_step(
 ) -> torch.Tensor:
     """Take one step of a model whose parts live in several processes.
 
-    Each process keeps the gradients of this step under the context's number. So
-    trainers do not mix up theirs, and there is nothing to zero.
+    Each process keeps the step's gradients by context: there is nothing to zero.
     """
     indices, offsets, labels = batch
     with dist_autograd.context() as context_id:
@@ -48,7 +47,6 @@ def hybrid_step(
 def be_trainer(device: torch.device, table: RemoteModule, options: Namespace) -> list:
     """Be a trainer, as the master has asked by RPC; return what is right at the end."""
     training, held_out = load_samples(options.rows)
-    start = rpc.rpc_sync(SERVER, served_table.whole_table)
     dense = DistributedDataParallel(dense_part(options.seed).to(device))
     model = HybridModel(table, dense)
     parameters = [*table.remote_parameters(), *map(rpc.RRef, dense.parameters())]
@@ -69,16 +67,18 @@ def be_trainer(device: torch.device, table: RemoteModule, options: Namespace) ->
         dist.all_reduce(loss, op=dist.ReduceOp.AVG)
         text = f"trainer 0: epoch {epoch} | step {done:3} | mean loss {loss:.3f}"
         say(f"{text} | {accuracy(model, held_out):.1%} right | {rate:.0f} steps/s")
-    return served_table.check_trainers(model, options, start, done)
+    return served_table.check_trainers(model, options, done)
 
 
 def be_master(place: tuple[str, int], options: Namespace) -> None:
     """Have the server make the table, start the trainers, wait for them."""
+    # The file that the server resumes from may hold a table of another size.
     if problem := rpc.rpc_sync(SERVER, served_table.other_shape, (options.rows,)):
         fail(problem)
     print(f"master: asking for a table of {options.rows} rows", flush=True)
     table = RemoteModule(SERVER, served_table.ServedTable, (options.rows, options.seed))
-    # Each call returns at once, with a future, and may then take any time.
+    # Each call returns at once, with a future, and may then take any time. `place` is
+    # the address of RPC's store, which the trainers' process group uses too.
     work = options.trainers, place, be_trainer, table, options
     futures = [
         rpc.rpc_async(f"trainer{rank}", run_trainer, (rank, *work), timeout=0)

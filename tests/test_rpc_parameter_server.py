@@ -74,7 +74,20 @@ recording_step.called = False
 
 def recording_trainer(*arguments):
     train.hybrid_step = recording_step
-    return original_trainer(*arguments)
+    call, numbers = train.rpc.rpc_sync, []
+
+    def recording_call(*args, **kwargs):
+        answer = call(*args, **kwargs)
+        parts = answer if isinstance(answer, tuple) else (answer,)
+        tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+        numbers.append(sum(tensor.numel() for tensor in tensors))
+        return answer
+
+    train.rpc.rpc_sync = recording_call
+    result = original_trainer(*arguments)
+    with open(f"{folder}/answers{{train.dist.get_rank()}}", "w") as out:
+        json.dump(numbers, out)
+    return result
 
 
 original_trainer, train.be_trainer = train.be_trainer, recording_trainer
@@ -91,8 +104,11 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, list[Any]]:
-    """Make the default run of `train.py`; return it and what each trainer recorded."""
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Any, Any]:
+    """Make the default run of `train.py`; return it and what each trainer recorded.
+
+    That is a record of each step, and how many numbers each call has brought it.
+    """
     folder = tmp_path_factory.mktemp("a folder")
     script = folder / "recorder.py"
     text = RECORDER.format(chapter=str(ROOT / CHAPTER), folder=str(folder))
@@ -100,7 +116,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, list[Any
     result = python(script)
     assert result.returncode == 0, result.output
     files = [folder / f"trainer{rank}" for rank in range(2)]
-    return result, [list(map(json.loads, f.read_text().splitlines())) for f in files]
+    steps = [list(map(json.loads, f.read_text().splitlines())) for f in files]
+    answers = [json.loads((folder / f"answers{rank}").read_text()) for rank in range(2)]
+    return result, steps, answers
 
 
 def steps_in_epoch() -> int:
@@ -111,7 +129,7 @@ def steps_in_epoch() -> int:
 
 @pytest.mark.smoke
 def test_dense_part_is_the_same_on_both_trainers_after_every_step(
-    recorded: tuple[Result, list[Any]],
+    recorded: tuple[Result, Any, Any],
 ) -> None:
     of_zero, of_one = ([step["dense"] for step in one] for one in recorded[1])
     assert len(of_zero) == 3 * steps_in_epoch()
@@ -119,15 +137,24 @@ def test_dense_part_is_the_same_on_both_trainers_after_every_step(
     assert len(set(of_zero)) == len(of_zero)  # and each step changes it
 
 
-def test_trainers_never_share_a_batch(recorded: tuple[Result, list[Any]]) -> None:
+def test_trainers_never_share_a_batch(recorded: tuple[Result, Any, Any]) -> None:
     batches = [step["looked_up"] for one in recorded[1] for step in one]
     assert len(batches) == len(set(batches)) == 6 * steps_in_epoch()
 
 
-def test_printed_loss_is_the_mean_over_trainers(
-    recorded: tuple[Result, list[Any]],
+def test_the_whole_table_comes_to_no_trainer(
+    recorded: tuple[Result, Any, Any],
 ) -> None:
-    (result, trainers), steps = recorded, steps_in_epoch()
+    # For the checks: the rows that have moved, and of one batch gradients and rows.
+    assert len(recorded[2]) == 2
+    assert min(map(len, recorded[2])) >= 3
+    assert max(map(max, recorded[2])) < 2**15 * 32 / 10
+
+
+def test_printed_loss_is_the_mean_over_trainers(
+    recorded: tuple[Result, Any, Any],
+) -> None:
+    (result, trainers, _), steps = recorded, steps_in_epoch()
     printed = [float(x) for x in re.findall(r"mean loss (\d\.\d+)", result.stdout)]
     assert len(printed) == 3
     for epoch in range(3):
@@ -140,7 +167,7 @@ def test_printed_loss_is_the_mean_over_trainers(
 
 
 def test_accuracy_on_held_out_files_is_far_above_chance(
-    recorded: tuple[Result, list[Any]],
+    recorded: tuple[Result, Any, Any],
 ) -> None:
     untrained, chance = map(
         float,
@@ -154,7 +181,7 @@ def test_accuracy_on_held_out_files_is_far_above_chance(
 
 
 def test_every_line_says_who_speaks_and_nothing_else_is_printed(
-    recorded: tuple[Result, list[Any]],
+    recorded: tuple[Result, Any, Any],
 ) -> None:
     lines = recorded[0].output.splitlines()
     assert len(lines) == 10
@@ -164,7 +191,7 @@ def test_every_line_says_who_speaks_and_nothing_else_is_printed(
 
 
 def test_a_remote_module_that_has_travelled_cannot_be_called(
-    recorded: tuple[Result, list[Any]],
+    recorded: tuple[Result, Any, Any],
 ) -> None:
     errors = [one[0]["calling"] for one in recorded[1]]
     assert len(errors) == 2
@@ -358,6 +385,21 @@ def test_a_call_that_comes_too_soon_waits_for_the_servers_file(tmp_path: Path) -
         server.file = path
         server.is_ready.set()
         assert "holds a table of (4, 32), not (8, 32)" in answer.result()
+
+
+def test_a_digest_changes_with_any_bit_of_its_row() -> None:
+    digests = load_chapter(CHAPTER)["served_table"].row_digests
+    weights = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    before = digests(weights)
+    assert len(set(before.tolist())) == 3
+    for bit in range(32):
+        for column in range(32):
+            changed = weights.clone()
+            changed.view(torch.int32)[1, column] ^= -(2**31) if bit == 31 else 2**bit
+            is_equal = (digests(changed) == before).tolist()
+            assert is_equal == [True, False, True]
+    # Nor do two changes that cancel out in a sum hide each other.
+    assert digests(weights.roll(1, dims=1))[0] != before[0]
 
 
 def test_a_crash_while_saving_leaves_the_old_table(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import rpc
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from launch import MARK, ROOT, clean_environment
 from scripts import load_chapter
@@ -100,12 +102,32 @@ def train_with_servers() -> tuple[Any, ...]:
     return parts, [dense for dense, _ in results]
 
 
+class LargestTensor(TorchDispatchMode):
+    """Note how many numbers the largest tensor has that any operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Make the call, and look at what it returns."""
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self.largest = max(self.largest, value.numel())
+        return result
+
+
 def train_without_servers(steps: int) -> tuple[Any, ...]:
-    """Train with the table sharded; return the rows here, and the dense part."""
+    """Train with the table sharded.
+
+    Returns the rows here, the dense part, and the size of the largest tensor.
+    """
     batches = batches_of_both(steps, dist.get_world_size())
-    model, _ = SHARDED.train_sharded(batches[dist.get_rank()], ROWS)
+    with LargestTensor() as seen:
+        model, _ = SHARDED.train_sharded(batches[dist.get_rank()], ROWS)
     dense = torch.nn.utils.parameters_to_vector(model.dense.parameters())
-    return model.table.own.weight.detach(), dense.detach()
+    return model.table.own.weight.detach(), dense.detach(), seen.largest
 
 
 def train_alone(steps: int = STEPS, trainers: int = 2) -> tuple[Any, ...]:
@@ -192,6 +214,15 @@ def ask_when_the_first_has_answered() -> list[int]:
     return [first.done(), first.wait(), second.wait()]
 
 
+def value_of_another() -> str:
+    """Ask for the value of a reference that server 0 owns; return the error."""
+    reference = rpc.remote("server0", torch.arange, args=(2.0,))
+    with pytest.raises(RuntimeError) as error:
+        reference.local_value()
+    assert (reference.owner().name, reference.is_owner()) == ("server0", False)
+    return str(error.value)
+
+
 def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
     """Do all that needs RPC: the second time in a process, its RRefs do not work."""
     with open_rpc(folder) as name:
@@ -203,6 +234,7 @@ def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
         if rank == 1:
             return {}
         return {
+            "value": value_of_another(),
             "asked": ask_two_that_wait_for_each_other(folder),
             "asked late": ask_when_the_first_has_answered(),
             "ways": use_every_way(batches),
@@ -249,7 +281,7 @@ def random_bags(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("owners", [1, 2, 3, 5])
 def test_the_parts_of_a_bag_add_up_to_its_sum(owners: int) -> None:
-    rows = 2 * SPLIT.BLOCK + 77  # two whole blocks and a piece
+    rows = 2 * CLASSIFIER.BLOCK + 77  # two whole blocks and a piece
     whole = TABLE(rows, 32, 0).weight.detach()
     indices, offsets = random_bags(rows)
     shares = BAGS.shard_bags(indices, offsets, owners)
@@ -263,6 +295,10 @@ def test_the_parts_of_a_bag_add_up_to_its_sum(owners: int) -> None:
     assert seen == len(indices)
     expected = torch.nn.functional.embedding_bag(indices, whole, offsets, mode="sum")
     torch.testing.assert_close(total, expected)
+
+
+def test_only_the_owner_of_a_reference_has_its_value(session: dict[str, Any]) -> None:
+    assert "can't call localValue() on user" in session["value"]
 
 
 def test_all_servers_are_asked_before_one_has_answered(session: dict[str, Any]) -> None:
@@ -288,7 +324,7 @@ def test_servers_and_shards_end_with_the_table_of_one_process(
     torch.testing.assert_close(of_trainers[0], dense, **limit)
     shards = pool.run(train_without_servers, STEPS)
     assert len(shards) == 2
-    for rank, (own, of_rank) in enumerate(shards):
+    for rank, (own, of_rank, _) in enumerate(shards):
         torch.testing.assert_close(own, table[rank::2], **limit)
         torch.testing.assert_close(parts[rank], table[rank::2], **limit)
         torch.testing.assert_close(own, parts[rank], **limit)
@@ -302,8 +338,11 @@ def test_shards_are_right_on_other_numbers_of_ranks(
     ranks = pool.run(train_without_servers, 4, world_size=nprocs)
     assert len(ranks) == nprocs
     table, dense = train_alone(4, nprocs)
-    for rank, (own, of_rank) in enumerate(ranks):
+    for rank, (own, of_rank, largest) in enumerate(ranks):
         assert len(own) == len(range(rank, ROWS, nprocs))
+        # With several ranks nobody has ever had the whole table.
+        assert own.numel() <= largest
+        assert nprocs == 1 or largest < ROWS * 32 / 2
         torch.testing.assert_close(own, table[rank::nprocs], rtol=0, atol=1e-5)
         torch.testing.assert_close(of_rank, dense, rtol=0, atol=1e-5)
 

@@ -39,9 +39,14 @@ class Served:
     notes: tuple[bool, ...] = ()
 
 
+def push_to_server(gradient: torch.Tensor) -> Any:
+    """Push a gradient as a trainer does; return the future of the answer."""
+    return rpc.rpc_async("server", push_here, args=(gradient,), timeout=3)
+
+
 @rpc.functions.async_execution
 def push_here(gradient: torch.Tensor) -> Any:
-    """Let the server of this process have a gradient."""
+    """Give a gradient to the server of this process, by a call of RPC."""
     return push_and_note(Served, gradient)
 
 
@@ -154,7 +159,7 @@ def try_by_rpc(answer: type) -> str:
         return ""
     dist.barrier()
     told = try_server(
-        lambda gradient: rpc.rpc_async("server", push_here, (gradient,), timeout=3),
+        push_to_server,
         lambda: rpc.rpc_sync("server", notes_here),
         lambda: rpc.rpc_sync("server", times_locked_here),
     )

@@ -15,26 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import classifier
 from bags import shard_bags
-from classifier import WIDTH, Batch, EagerSGD, HybridModel, dense_part
+from classifier import WIDTH, Batch, EagerSGD, HybridModel, dense_part, draw_shard
 from ranks import check, gather, say
 
 LR = 0.1
-BLOCK = 1024  # rows of the table that are made at once
 
 
 class TableShard(nn.EmbeddingBag):
     """The rows of a table that one of n servers holds; the whole is never in memory."""
 
     def __init__(self, rows: int, shard: int, n: int) -> None:
-        """Draw all rows, block by block; keep every n-th, beginning with `shard`."""
-        generator, filled = torch.Generator().manual_seed(0), 0
-        own = torch.empty(len(range(shard, rows, n)), WIDTH)
-        for start in range(0, rows, BLOCK):
-            count = min(BLOCK, rows - start)
-            block = 0.1 * torch.randn(count, WIDTH, generator=generator)
-            kept = block[(shard - start) % n :: n]
-            own[filled : filled + len(kept)] = kept
-            filled += len(kept)
+        """Keep every n-th row, beginning with `shard`."""
+        own = draw_shard(rows, shard, n)
         super().__init__(len(own), WIDTH, mode="sum", sparse=True, _weight=own)
 
 
