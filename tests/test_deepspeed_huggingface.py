@@ -3,12 +3,14 @@
 import contextlib
 import io
 import re
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from launch import ROOT
 from lessons import in_the_pool
 from scripts import load_chapter
 from zero_ranks import Pools, forget_earlier_group
@@ -44,6 +46,9 @@ def run_room_script(script: str, mistake: str = "") -> tuple[int, str]:
                     lambda kwargs_handlers=None, **settings: plain(**settings),
                 )
             )
+        elif mistake == "nothing is loaded":
+            plain = module.Accelerator
+            stack.enter_context(mock.patch.object(plain, "load_state", lambda *_: None))
         elif mistake == "nobody tells Trainer of the CPU":
             train = module.train_with_trainer
             stack.enter_context(
@@ -70,6 +75,65 @@ def run_room_script(script: str, mistake: str = "") -> tuple[int, str]:
     return 0, output.getvalue()
 
 
+def train_and_accumulate(accumulates: bool) -> dict[str, Any]:
+    """Train in fp32 with two accumulation steps, and with batches twice as large."""
+    forget_earlier_group()
+    module: Any = load_chapter(ROOM)["with_accelerate"]
+    module.prepare(module.CONFIG)
+    config = module.CONFIG | {"bf16": {"enabled": False}}
+    samples = torch.arange(module.SAMPLES)[:, None] + torch.zeros(16, dtype=torch.long)
+    found: dict[str, Any] = {}
+    for steps, batch_size in ((2, 4), (1, 8)):
+        named = [module.InitProcessGroupKwargs(backend="gloo")]
+        settings = {"gradient_accumulation_steps": steps, "kwargs_handlers": named}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(module, "CONFIG", config))
+            stack.enter_context(mock.patch.object(module, "BATCH_SIZE", batch_size))
+            if not accumulates:
+                skip = mock.patch.object(
+                    module.Accelerator, "accumulate", contextlib.nullcontext
+                )
+                stack.enter_context(skip)
+            _, engine, seen = module.train_with_accelerate(samples, **settings)
+        module.AcceleratorState._reset_state(reset_partial_state=True)
+        found[f"{steps} reported"] = engine.gradient_accumulation_steps()
+        found[f"{steps} batches"] = len(seen) // batch_size
+        found[f"{steps} steps"] = engine.global_steps
+        found[f"{steps} weights"] = torch.cat(
+            [p.detach().flatten() for p in engine.parameters()]
+        )
+    return found
+
+
+def save_with_accelerate(folder: str, stage: int, gathers: bool) -> str:
+    """Train, save and load; return an error's text, and leave the weights in a file."""
+    forget_earlier_group()
+    module: Any = load_chapter(ROOM)["with_accelerate"]
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": gathers}
+    config = module.CONFIG | {"zero_optimization": zero}
+    module.prepare(config)
+    samples = torch.arange(module.SAMPLES)[:, None] + torch.zeros(16, dtype=torch.long)
+    named = [module.InitProcessGroupKwargs(backend="gloo")]
+    with mock.patch.object(module, "CONFIG", config):
+        accelerator, engine, _ = module.train_with_accelerate(
+            samples, kwargs_handlers=named
+        )
+    try:
+        if stage == 3:  # a rank has no whole weights to compare
+            accelerator.save_state(folder)
+            accelerator.save_model(engine, f"{folder}/weights")
+            accelerator.load_state(folder)
+        else:
+            assert module.save_and_load(accelerator, engine, folder)
+            weights = {n: p.detach() for n, p in engine.module.named_parameters()}
+            torch.save(weights, f"{folder}/expected{accelerator.process_index}")
+    except ValueError as error:
+        return str(error)
+    finally:
+        module.AcceleratorState._reset_state(reset_partial_state=True)
+    return ""
+
+
 # --- What they must say. ----------
 
 
@@ -89,6 +153,69 @@ def test_accelerate_gives_each_rank_its_samples_only_with_the_backend_named(
         ("cpu=True", "DistributedDataParallel", "2", "48", "48"),
         ("backend named", "DeepSpeedEngine", "2", "48", "48"),
     ]
+
+
+def test_without_accumulate_every_batch_takes_a_step_and_nobody_says_so(
+    zero_pools: Pools,
+) -> None:
+    wrong = zero_pools(2).run(train_and_accumulate, False, world_size=2)
+    right = zero_pools(2).run(train_and_accumulate, True, world_size=2)
+    assert len(wrong) == len(right) == 2
+    for found, steps in ((wrong, 6), (right, 3)):
+        assert len(found) == 2
+        for of_rank in found:
+            assert of_rank["2 reported"] == 2
+            assert (of_rank["2 batches"], of_rank["2 steps"]) == (6, steps)
+            # With one accumulation step it makes no difference.
+            assert (of_rank["1 batches"], of_rank["1 steps"]) == (3, 3)
+            apart = (of_rank["2 weights"] - of_rank["1 weights"]).abs().max().item()
+            assert apart < 2e-5 if steps == 3 else apart > 1e-3
+    page = " ".join((ROOT / ROOM / "README.md").read_text("utf-8").split())
+    assert "reports 2 and still steps after every batch: in 6 batches 6 steps" in page
+
+
+def test_accelerate_saves_shards_to_resume_and_one_file_of_weights(
+    zero_pools: Pools, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    folder = tmp_path / "stage_2"
+    said = zero_pools(2).run(save_with_accelerate, str(folder), 2, False, world_size=2)
+    assert said == ["", ""]
+    assert len(list(folder.rglob("*optim_states.pt"))) == 2
+    saved = load_file(folder / "weights" / "model.safetensors")
+    expected = torch.load(folder / "expected0")
+    assert len(expected) == 26 and set(expected) <= set(saved)
+    for name, tensor in expected.items():
+        assert torch.equal(saved[name], tensor), name
+    # Stage 3 refuses to gather them unless it is told to.
+    for gathers in (False, True):
+        folder = tmp_path / f"stage_3_{gathers}"
+        said = zero_pools(2).run(
+            save_with_accelerate, str(folder), 3, gathers, world_size=2
+        )
+        refused = "`stage3_gather_16bit_weights_on_model_save` in DeepSpeed config"
+        assert [refused in text for text in said] == [not gathers] * 2
+    gathered = load_file(folder / "weights" / "model.safetensors")
+    # Without the second name of the tied matrix.
+    assert {n: t.shape for n, t in gathered.items()} == {
+        n: t.shape for n, t in expected.items()
+    }
+
+
+def test_accelerate_launch_adds_multi_gpu_where_there_are_several() -> None:
+    from accelerate.commands import launch
+
+    words = ["--num_processes=2", "script.py"]
+    for count in (2, 0):
+        arguments = launch.launch_command_parser().parse_args(words)
+        with (
+            mock.patch.object(torch.cuda, "is_available", lambda n=count: n > 0),
+            mock.patch.object(torch.cuda, "device_count", lambda n=count: n),
+            mock.patch.object(launch, "default_config_file", "/nowhere"),
+        ):
+            launch._validate_launch_command(arguments)
+        assert arguments.multi_gpu == (count > 1)
 
 
 @pytest.mark.slow
@@ -126,6 +253,7 @@ def test_from_pretrained_fills_shards(zero_pools: Pools) -> None:
     ("script", "mistake"),
     [
         ("with_accelerate", "every rank takes all samples"),
+        ("with_accelerate", "nothing is loaded"),
         ("with_trainer", "nobody tells Trainer of the CPU"),
         ("from_pretrained", "the object is gone before the model is loaded"),
     ],

@@ -161,6 +161,10 @@ NOT_RUN: dict[str, list[str]] = {
         "nothing fails in it; in crashes.py above a rank does",
         "it needs a cluster; a test runs it with stand-ins for srun and scontrol",
     ],
+    "05_deepspeed_zero/README.md": ["it takes two machines"],
+    "05_deepspeed_zero/huggingface/README.md": [
+        "it takes two GPUs; the last section runs it on a CPU",
+    ],
 }
 
 
@@ -284,7 +288,8 @@ def every_script_is_run(tree: Tree) -> list[str]:
     Those that draw are left out: ``make figures`` runs them, and a test. Where a
     ``show.py`` runs the scripts beside it, it may be told their names.
     """
-    launched = r"\b(python3?|torchrun|deepspeed)\b[^;|&\n]*?(?<![\w./-]){}(?![\w./-])"
+    launchers = r"\b(python3?|torchrun|deepspeed|accelerate launch)\b"
+    launched = launchers + r"[^;|&\n]*?(?<![\w./-]){}(?![\w./-])"
     run = [command for _, command in commands(tree)]
     violations = []
     for name in scripts(tree):
