@@ -41,7 +41,7 @@ def draw_weights(model: Any) -> None:
 
 def shards_differ(weight: DTensor) -> bool:
     """Tell whether the first two shards of a weight do; every rank calls this."""
-    dim = weight.placements.index(Shard(0))  # hybrid: the mesh's other has copies
+    dim = weight.placements.index(Shard(0))  # of the mesh; others hold copies
     first, second, *_ = weight.full_tensor().chunk(weight.device_mesh.size(dim))
     return not torch.equal(first, second)
 

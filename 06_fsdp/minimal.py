@@ -30,7 +30,7 @@ def main() -> None:
     dist.init_process_group(dist.get_default_backend_for_device(device))
     torch.manual_seed(0)  # the same weights on all ranks
     model = GPT(GPTConfig()).to(device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # all in a row
     for module in (*model.blocks, model):  # the root last: it takes what is left
         fully_shard(module, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)  # steps the shards
@@ -53,4 +53,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    leave()  # dist.destroy_process_group(), and on the CPU what DTensor keeps of it
+    leave()  # dist.destroy_process_group(), after which gloo's threads end too

@@ -563,6 +563,7 @@ FORMAT = r"TypeError: unsupported format string passed to DTensor\.__format__"
 # What the ranks of each script print, as a pattern for the whole, and their exit codes.
 ENDS: dict[str, tuple[Any, ...]] = {
     "optimizer_first": (r"loss 16\.0, a weight 1\.0",) * 2 + (0, 0),
+    "evaluated_first": (r"block 0\.\d, root 1\.0",) * 2 + (0, 0),
     "seeded_by_rank": (r"weight \[\[1\.0, 1\.0, 1\.0\], \[2\.0, 2\.0, 2\.0\]\]",) * 2
     + (0, 0),
     "norm_by_hand": (r"by hand 3\.0, " + WHOLE, r"by hand 4\.0, " + WHOLE, 0, 0),
