@@ -56,8 +56,8 @@ EXPECTED: dict[str, Callable[[Rows, int, int], Row | None]] = {
     "all_reduce PRODUCT": by_place(math.prod),
     "all_reduce MIN": by_place(min),
     "all_reduce MAX": by_place(max),
-    "all_gather_into_tensor": first,
-    "reduce_scatter_tensor": own_sum,
+    "all_gather_single": first,
+    "reduce_scatter_single": own_sum,
     "all_to_all_single": own_column,
 }
 

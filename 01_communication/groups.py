@@ -1,8 +1,8 @@
-"""Some of the ranks among themselves: groups, a mesh, tags, and calls that do not wait.
+"""Some of the ranks among themselves: groups, a mesh, and messages with tags.
 
 Run: torchrun --nproc-per-node=4 01_communication/groups.py
 Expect: sums over the rows and the columns of a 2 x 2 table of ranks, made in two ways;
-    two messages taken in the other order; an all-reduce that goes on in the background.
+    two messages taken in the other order.
 """
 
 import torch
@@ -47,27 +47,8 @@ def second_message_first() -> list[float]:
     return received.flatten().tolist()
 
 
-def is_done_early(group: dist.ProcessGroup) -> bool | None:
-    """Start an all-reduce and ask whether it is done before the last rank has called.
-
-    Returns None on the last rank of `group`, which calls when the others have asked.
-    """
-    x = torch.ones(1)
-    is_last = dist.get_rank(group) == dist.get_world_size(group) - 1
-    work = None if is_last else dist.all_reduce(x, group=group, async_op=True)
-    early = work.is_completed() if work else None
-    dist.barrier()  # of another group, all ranks, whose calls have their own order
-    if is_last:
-        dist.all_reduce(x, group=group)
-    if work:
-        work.wait()  # until this returns, x may hold anything
-    if x.item() != dist.get_world_size(group):
-        raise RuntimeError(f"wait() has returned, and x is {x.item()}")
-    return early
-
-
 def main() -> None:
-    """Make the groups in two ways, use tags, start an all-reduce without waiting."""
+    """Make the groups in two ways, and use tags."""
     join(at_least=4, at_most=4, only_cpu=True)
     rank = dist.get_rank()
     row, column = my_group(ROWS), my_group(COLUMNS)
@@ -81,8 +62,6 @@ def main() -> None:
         say(f"rank {other} | {a:>14}, {b:>4} | {c:>17}, {d:>4}")
     tagged = second_message_first()
     say(f"tags: rank 1 has received {gather(tagged)[1]}")
-    early = is_done_early(row)
-    say(f"all-reduce done before the last rank of its row calls: {gather(early)}")
 
     digits = [
         f"{sum(10**r for r in ranks):04}"
@@ -91,8 +70,8 @@ def main() -> None:
         if rank in ranks
     ]
     in_order = tagged == ([2.0, 1.0] if rank == 1 else [0.0, 0.0])
-    claim = "the members of 4 groups, 2 tagged messages, no result before the last call"
-    check(members == digits and in_order and not early, claim)
+    is_right = members == digits and in_order
+    check(is_right, "the members of 4 groups, and 2 tagged messages")
     leave()
 
 

@@ -35,18 +35,18 @@ def all_reduce(mine: torch.Tensor, root: int, op: dist.ReduceOp.RedOpType):
     return mine
 
 
-# These take one tensor in place of a list. torch 2.13 has renamed the first two: the
-# names that most code uses, all_gather_into_tensor and so on, print a FutureWarning.
+# These take one tensor in place of a list. Before torch 2.13 the first two were called
+# all_gather_into_tensor and reduce_scatter_tensor: those names print a FutureWarning.
 
 
-def all_gather_into_tensor(mine: torch.Tensor, root: int) -> torch.Tensor:
+def all_gather_single(mine: torch.Tensor, root: int) -> torch.Tensor:
     """All-gather into one tensor."""
     received = torch.empty_like(mine)
     dist.all_gather_single(received, mine[:1])
     return received
 
 
-def reduce_scatter_tensor(mine: torch.Tensor, root: int) -> torch.Tensor:
+def reduce_scatter_single(mine: torch.Tensor, root: int) -> torch.Tensor:
     """Reduce-scatter from one tensor."""
     received = torch.empty_like(mine[:1])
     dist.reduce_scatter_single(received, mine)
@@ -68,8 +68,8 @@ OTHERS: Calls = {
     "all_reduce PRODUCT": partial(all_reduce, op=dist.ReduceOp.PRODUCT),
     "all_reduce MIN": partial(all_reduce, op=dist.ReduceOp.MIN),
     "all_reduce MAX": partial(all_reduce, op=dist.ReduceOp.MAX),
-    "all_gather_into_tensor": all_gather_into_tensor,
-    "reduce_scatter_tensor": reduce_scatter_tensor,
+    "all_gather_single": all_gather_single,
+    "reduce_scatter_single": reduce_scatter_single,
     "all_to_all_single": all_to_all_single,
 }
 

@@ -25,7 +25,7 @@ def ring_all_reduce(tensor: torch.Tensor) -> int:
     for step in range(2 * (n - 1)):
         outgoing, target = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
         incoming = torch.empty_like(target)
-        # [send, receive] is right too. Data can travel once the receive is started.
+        # Either order is right. Data can travel as soon as the receive is started.
         receive = dist.P2POp(dist.irecv, incoming, left)
         send = dist.P2POp(dist.isend, outgoing, right)
         for work in dist.batch_isend_irecv([receive, send]):

@@ -18,10 +18,9 @@ from terrain import TerrainModel, load_terrain, sample_points
 
 
 class NaiveDDP(nn.Module):
-    """A replica of a module on every rank, used as DDP is, with one call more.
+    """A replica of a module on every rank, used nearly as DDP is (see README.md).
 
-    `finish_gradient_sync()` comes before `optimizer.step()`; DDP calls it by itself.
-    A parameter without a gradient on some rank counts as zero there.
+    `finish_gradient_sync()` comes before `optimizer.step()`; DDP waits in backward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -65,10 +64,11 @@ class NaiveDDP(nn.Module):
 
     def average_gradients(self) -> None:
         """All-reduce one gradient after another."""
-        for parameter in self.trainable:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:  # all ranks have to make the same calls
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
 
 
 def train(wrap: Any, batches: Sequence[Sequence[torch.Tensor]], seed: int):

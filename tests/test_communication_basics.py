@@ -243,8 +243,8 @@ def wanted(world_size: int) -> dict[str, list[Any]]:
         "all_reduce PRODUCT": on_all(held.prod(0)),
         "all_reduce MIN": on_all(held[0]),
         "all_reduce MAX": on_all(held[root]),
-        "all_gather_into_tensor": on_all(held[:, 0]),
-        "reduce_scatter_tensor": held.sum(0).view(n, 1).tolist(),
+        "all_gather_single": on_all(held[:, 0]),
+        "reduce_scatter_single": held.sum(0).view(n, 1).tolist(),
         "all_to_all_single": held.t().tolist(),
     }
 

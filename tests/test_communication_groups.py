@@ -1,4 +1,4 @@
-"""Chapter 01: objects, groups, tags, and collectives that do not wait."""
+"""Chapter 01: collectives that do not wait, objects, groups and tags."""
 
 import contextlib
 import io
@@ -65,10 +65,37 @@ def row_and_column() -> tuple[str, str]:
     return groups.who_is_in(row), groups.who_is_in(column)
 
 
-def done_early() -> bool | None:
-    """Ask a handle in a group of all ranks."""
-    group = dist.new_group(list(range(dist.get_world_size())))
-    return load_chapter(CHAPTER)["groups"].is_done_early(group)
+def reduced_later() -> tuple[bool | None, float]:
+    """Start an all-reduce as the lesson does; return what it tells."""
+    return load_chapter(CHAPTER)["async_all_reduce"].all_reduce_later()
+
+
+def async_lesson(fault: str) -> tuple[Any, str]:
+    """Run the lesson, whole or with a fault; return exit code and words."""
+    module, words = load_chapter(CHAPTER)["async_all_reduce"], io.StringIO()
+    answers = {"done at once": (True, 11.0), "not waited for": (False, 1.0)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stderr(words))
+        if fault:
+            fake = mock.Mock(return_value=answers[fault])
+            stack.enter_context(mock.patch.object(module, "all_reduce_later", fake))
+        try:
+            return 0, run_lesson(CHAPTER, "async_all_reduce")
+        except SystemExit as end:
+            return end.code, words.getvalue()
+
+
+def name_of_the_next_group() -> str:
+    """Let rank 2 leave out a group that it is not in; return the next one's name."""
+    asked = mock.Mock(side_effect=InterruptedError)
+    if dist.get_rank() < 2:
+        dist.new_group([0, 1])
+    helper = mock.patch.object(
+        dist.distributed_c10d, "_new_process_group_helper", asked
+    )
+    with helper, contextlib.suppress(InterruptedError):
+        dist.new_group([0, 2])
+    return f"{asked.call_args.args[5]}"
 
 
 def tags_taken_in_order() -> list[float]:
@@ -83,7 +110,6 @@ def groups_lesson(fault: str) -> tuple[Any, str]:
         "": (groups, "ROWS", groups.ROWS),
         "rows are columns": (groups, "ROWS", groups.COLUMNS),
         "tags are ignored": (groups, "second_message_first", lambda: [1.0, 2.0]),
-        "done at once": (groups, "is_done_early", lambda group: True),
     }
     with mock.patch.object(*faults[fault]), contextlib.redirect_stderr(errors):
         try:
@@ -91,6 +117,33 @@ def groups_lesson(fault: str) -> tuple[Any, str]:
             return 0, printed[-1] if printed else ""
         except SystemExit as end:
             return end.code, errors.getvalue()
+
+
+# --- Collectives that do not wait. ----------
+
+
+def test_nothing_is_done_before_the_last_rank_calls(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(reduced_later) == [(False, 11.0), (None, 11.0)]
+
+
+def test_async_lesson(worker_pool: WorkerPool) -> None:
+    (code, printed), other = worker_pool.run(async_lesson, "")
+    assert (code, other) == (0, (0, ""))
+    assert printed.splitlines() == [
+        "rank 0, before rank 1 calls | is_completed() False",
+        "rank 0, after wait() | x 11",
+        "rank 1, after wait() | x 11",
+        "check: no result before rank 1 calls, and 11 after wait() on 2 ranks",
+    ]
+
+
+@pytest.mark.parametrize("fault", ["done at once", "not waited for"])
+def test_async_lesson_notices_what_is_broken(
+    worker_pool: WorkerPool, fault: str
+) -> None:
+    (code, said), other = worker_pool.run(async_lesson, fault)
+    assert (code, other) == (1, (1, ""))
+    assert said.startswith("check failed on ranks [0, 1], not so: no result before")
 
 
 # --- Objects. ----------
@@ -145,7 +198,7 @@ def test_objects_lesson_notices_that_nothing_ran(worker_pool: WorkerPool) -> Non
     assert "check failed on ranks [1, 2], not so: 4 object collectives" in ends[0][1]
 
 
-# --- Groups, tags, and collectives that do not wait. ----------
+# --- Groups and tags. ----------
 
 
 def test_rows_and_columns(worker_pool: WorkerPool) -> None:
@@ -155,12 +208,12 @@ def test_rows_and_columns(worker_pool: WorkerPool) -> None:
     ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_nothing_is_done_before_the_last_rank_calls(
-    worker_pool: WorkerPool, world_size: int
+def test_a_rank_that_leaves_a_group_out_looks_for_the_next_elsewhere(
+    worker_pool: WorkerPool,
 ) -> None:
-    answers = worker_pool.run(done_early, world_size=world_size)
-    assert answers == [False] * (world_size - 1) + [None]
+    # The members of a group find each other in the store under its name, a number.
+    names = worker_pool.run(name_of_the_next_group, world_size=3)
+    assert names[0] == names[1] != names[2]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -177,11 +230,10 @@ def test_tags_tell_messages_apart(worker_pool: WorkerPool, world_size: int) -> N
         ("", []),
         ("rows are columns", [0, 1, 2, 3]),
         ("tags are ignored", [0, 1, 2, 3]),
-        ("done at once", [0, 1, 2, 3]),
     ],
 )
 def test_groups_lesson(worker_pool: WorkerPool, fault: str, failed: list[int]) -> None:
-    claim = "the members of 4 groups, 2 tagged messages, no result before the last call"
+    claim = "the members of 4 groups, and 2 tagged messages"
     (code, said), *others = worker_pool.run(groups_lesson, fault, world_size=4)
     if failed:
         assert (code, said) == (1, f"check failed on ranks {failed}, not so: {claim}\n")
@@ -191,7 +243,9 @@ def test_groups_lesson(worker_pool: WorkerPool, fault: str, failed: list[int]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "nproc"), [("objects", 2), ("groups", 4)])
+@pytest.mark.parametrize(
+    ("script", "nproc"), [("async_all_reduce", 2), ("objects", 2), ("groups", 4)]
+)
 def test_scripts_run_as_a_reader_starts_them(script: str, nproc: int) -> None:
     result = torchrun(ROOT / CHAPTER / f"{script}.py", nproc=nproc)
     assert result.returncode == 0

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from launch import ROOT, clean_environment, python
+from launch import ROOT, clean_environment, free_port, python
 from lessons import run_lesson
 from scripts import load_chapter
 from worker_pool import WorkerPool
@@ -450,6 +451,41 @@ def test_three_ways_to_join_count_two_ranks() -> None:
         "by_address     | 2 ranks",
         "by_store       | 2 ranks",
         "check: 2 ranks joined in 3 ways",
+    ]
+
+
+# What runs on each of two nodes, which here are two processes of one machine.
+NODE = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def be_rank(local_rank, node, port):
+    address = f"tcp://127.0.0.1:{port}"
+    rank = 2 * node + local_rank
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=4)
+    dist.all_reduce(x := torch.tensor(10**rank))
+    print(f"rank {rank} has {x.item()}", flush=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(be_rank, tuple(map(int, sys.argv[1:])), nprocs=2)
+"""
+
+
+@pytest.mark.slow
+def test_spawn_on_each_of_two_nodes_makes_one_group(tmp_path: Path) -> None:
+    script = tmp_path / "node.py"
+    script.write_text(NODE)
+    port = free_port()
+    with ThreadPoolExecutor() as threads:
+        nodes = list(threads.map(lambda node: python(script, node, port), (0, 1)))
+    assert [node.returncode for node in nodes] == [0, 0]
+    lines = [sorted(node.stdout.splitlines()) for node in nodes]
+    assert lines == [
+        ["rank 0 has 1111", "rank 1 has 1111"],
+        ["rank 2 has 1111", "rank 3 has 1111"],
     ]
 
 

@@ -331,6 +331,41 @@ def test_parameter_without_a_gradient_counts_as_zero(worker_pool: WorkerPool) ->
                 assert torch.equal(neither, torch.zeros(1, 8, dtype=torch.float64))
 
 
+def moved_by_weight_decay() -> dict[str, list[float]]:
+    """Take a step of AdamW; return how far each part that no rank uses has moved."""
+    x, results = torch.ones(BATCH, 8), {}
+    for way, options in (
+        ("naive", {}),
+        ("DDP", {"find_unused_parameters": True}),
+        ("DDP", {"static_graph": True}),
+    ):
+        torch.manual_seed(7)
+        module = OneOfTwo()
+        model = wrap(way, module, **options)
+        before = [module.right.weight.clone(), module.neither.weight.clone()]
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5)
+        model(x, goes_left=True).sum().backward()
+        finish(model)
+        optimizer.step()
+        after = [module.right.weight, module.neither.weight]
+        results[" ".join([way, *options])] = [
+            (new / old).mean().item() for old, new in zip(before, after, strict=True)
+        ]
+    return results
+
+
+def test_what_no_rank_uses_decays_by_hand_and_stays_under_ddp(
+    worker_pool: WorkerPool,
+) -> None:
+    decayed = pytest.approx([1 - 0.1 * 0.5] * 2)
+    expected = {
+        "naive": decayed,
+        "DDP find_unused_parameters": [1.0, 1.0],
+        "DDP static_graph": [1.0, 1.0],
+    }
+    assert worker_pool.run(moved_by_weight_decay) == [expected] * 2
+
+
 def ddp_without_being_told_of_unused_parameters() -> str:
     """Leave a parameter out, with DDP as it comes; return its error."""
     model = wrap("DDP", OneOfTwo())

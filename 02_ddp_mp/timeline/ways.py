@@ -50,7 +50,7 @@ def compute_gradients(model: nn.Module, inputs: torch.Tensor) -> None:
     with record_function("part: backward"):
         loss.backward()
     with record_function("part: finish"):
-        # The wrappers made by hand need this call. DDP makes it within backward.
+        # The wrappers made by hand need this call. DDP waits within backward.
         if isinstance(model, NaiveDDP):
             model.finish_gradient_sync()
 
