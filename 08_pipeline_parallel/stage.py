@@ -27,8 +27,8 @@ class Stage:
         self.part, self.index = part, dist.get_rank()
         self.stages = dist.get_world_size()
         self.is_first, self.is_last = self.index == 0, self.index == self.stages - 1
-        # Activations and gradients have a group each: on NCCL the messages of a group
-        # wait for each other, and two neighbours that send first may do so for good.
+        # On NCCL the messages of one group wait for each other, and two neighbours
+        # that both send first may deadlock. So activations and gradients have one each.
         self.activations: Any = dist.new_group()
         self.gradients: Any = dist.new_group()
         self.ends = dist.new_group(sorted({0, self.stages - 1}))  # may share a matrix
@@ -88,7 +88,8 @@ class Stage:
             self.sending.pop(f"F{i}")[0].wait()
         self.compute_backward(i, y, gradient)
         if x.grad is not None:  # tokens have none
-            if i > 0:  # so that one gradient at a time waits to be received, and not m
+            # Wait for the last one first: then at most one is under way, and not m.
+            if i > 0:
                 self.sending.pop(f"B{i - 1}")[0].wait()
             self.send(f"B{i}", x.grad, self.index - 1, self.gradients)
 

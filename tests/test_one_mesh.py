@@ -404,7 +404,34 @@ def test_weights_are_gathered_once_a_step_only_if_they_stay(
     # Two blocks and what else the stage has, for each of four micro-batches and the
     # last backward pass; 3 in all if they stay. By default the root does.
     assert numbers == [number] * 4
+    # Gradients are reduced once, after the last micro-batch, not after each.
+    reduced = [noted[1]["data", "reduce-scatter"][0] for noted, _ in results]
+    assert reduced == [3] * 4
     assert CALLS[2, 2, 1][0]["data all-gather"][0] == 3
+
+
+def zero_2() -> tuple[list[str], list[tuple[int, ...]]]:
+    """Take a step of three micro-batches with weights that stay until its end."""
+    whole = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    model: Any = fully_shard(nn.Linear(4, 4), mesh=whole, reshard_after_forward=False)
+    shapes: list[tuple[int, ...]] = []
+    with gpt.CallsByAxis(whole) as calls:
+        for i in range(3):
+            model.set_reshard_after_backward(i == 2)
+            model(torch.ones(2, 4)).sum().backward()
+            gradient, *_ = model._get_fsdp_state()._fsdp_param_group.fsdp_params
+            shapes.append(tuple(gradient.sharded_param.grad.to_local().shape))
+    return [
+        f"{kind} {number}" for (_, kind), (number, _) in calls.calls.items()
+    ], shapes
+
+
+def test_weights_stay_and_gradients_are_sharded_as_in_zero_2(
+    worker_pool: WorkerPool,
+) -> None:
+    sharded = [(2, 4)] * 3
+    calls = ["all-gather 1", "reduce-scatter 3"]
+    assert worker_pool.run(zero_2) == [(calls, sharded)] * 2
 
 
 @pytest.mark.slow

@@ -329,6 +329,23 @@ def few_samples() -> str:
     return error_of(lambda: schedule.step(torch.ones(3, 2), target=torch.ones(3, 2)))
 
 
+def fixed_heads() -> str:
+    """Cut a query by columns in a model that knows how many heads it has."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    class Query(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = torch.nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.query(x).view(2, 8, 4, 16)
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    model = parallelize_module(Query(), mesh, {"query": ColwiseParallel()})
+    return error_of(lambda: model(torch.ones(2, 8, 64)))
+
+
 def more_ranks() -> str:
     """Train for one epoch on 1, 2 and 4 ranks, with one batch size a rank."""
     said = []
@@ -567,13 +584,13 @@ IN_A_WORKER = [
     *(no_launcher, nobody_listens, one_host_missing, port_taken, no_nccl),
     *(fewer_devices, cut_file, foreign_object, two_writers, wrapped_names),
     *(not_joined, local_function, wrapper_and_model, all_frozen, mesh_too_large),
-    *(two_dtypes, no_strategy, few_samples, more_ranks),
+    *(two_dtypes, no_strategy, few_samples, fixed_heads, more_ranks),
 ]
 IN_A_PROCESS = [dead_address, peer_gone, store_gone, thread_left, unknown_name]
 # These import DeepSpeed, which takes long.
 SLOWLY = {f.__name__: f for f in (under_deepspeed, killed_under_deepspeed)}
 PROVOKED = {f.__name__: f for f in (*IN_A_WORKER, *IN_A_PROCESS)} | SLOWLY
-RANKS = {"more_ranks": 4}  # of the others one is enough
+RANKS = {"fixed_heads": 2, "more_ranks": 4}  # of the others one is enough
 
 
 # WHEN_IT_GOES_WRONG.md.

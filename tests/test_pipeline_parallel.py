@@ -506,6 +506,22 @@ def test_train_gives_the_weights_of_one_rank(
     torch.testing.assert_close(ours, alone, rtol=1e-3, atol=1e-5)
 
 
+def divided_by_two_stages() -> float:
+    """Let two stages with one matrix divide its gradient, 16, by 4 micro-batches."""
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(2)]
+    layers[1].weight = layers[0].weight
+    stages = [PipelineStage(layers[i], i, 2, torch.device("cpu")) for i in (0, 1)]
+    layers[0].weight.grad = torch.full((2, 2), 16.0)
+    for stage in stages:
+        stage.scale_grads(4)
+    return layers[0].weight.grad[0, 0].item()
+
+
+def test_each_stage_divides_its_gradients(worker_pool: WorkerPool) -> None:
+    # Why train.py, whose two stages of a rank may have the tied matrix, divides itself.
+    assert worker_pool.run(divided_by_two_stages) == [1.0, 1.0]
+
+
 def train_with_tied_gradients_apart(*words: str) -> Run:
     """Be a rank of a run in which embedding and head keep their own gradients."""
     with (

@@ -1055,8 +1055,13 @@ def test_example_of_the_page_by_hand() -> None:
     activations = 40 * 4096 * (16 * d + 6 * f + 4 * 40)
     assert first.kinds["activations"] == activations
     text = "The state, {:.0f} GB, does not fit in 80. ZeRO-1 needs {:.0f} GB of each "
-    text += "device, without activations, FSDP {:.0f}. A is {:.0f} GB"
-    text = text.format(*sizes, activations / 1e9)
+    text += "device, without activations, FSDP {:.0f}. A is {:.0f} GB, the logits "
+    text += "{:.1f}. With a third more, FSDP needs {:.0f} and fits; ZeRO-1, {:.0f}, "
+    text += "does not."
+    kept = activations / 1e9, 12 * 32000 * 4096 / 1e9
+    needs = [(state + sum(kept)) * 4 / 3 for state in (sizes[2], sizes[1])]
+    assert needs[0] < 80 < needs[1]
+    text = text.format(*sizes, *kept, *needs)
     assert text in " ".join((ROOT / CHOICE).read_text().split())
     other = ranking.plan_of(job, jobs.Layout(16, recompute="selective"))
     assert 1.115 < other.cost.step / first.cost.step < 1.125

@@ -69,8 +69,12 @@ def data_parallel(model: Any) -> Callable:
         own = tokens.chunk(dist.get_world_size())[dist.get_rank()]
         loss = model(own[:, :-1], own[:, 1:]) / dist.get_world_size()
         loss.backward()
-        for p in model.parameters():  # in buckets, under DDP; the bytes are the same
-            dist.all_reduce(p.grad)
+        grads = [p.grad for p in model.parameters()]
+        bucket = torch.cat([grad.flatten() for grad in grads])  # one message, as in DDP
+        dist.all_reduce(bucket)
+        parts = bucket.split([grad.numel() for grad in grads])
+        for grad, part in zip(grads, parts, strict=True):
+            grad.copy_(part.view_as(grad))
         return loss.detach()
 
     return step
