@@ -70,6 +70,8 @@ def be_alice() -> None:
 
 def main() -> None:
     """Be Alice, who calls, or Bob, who only has to be there."""
+    if os.environ.get("WORLD_SIZE") != "2" or len(sys.argv) > 1:
+        sys.exit(f"start it with torchrun --nproc-per-node=2 {sys.argv[0]}")
     # RPC would listen where this host's name points to. Interface 1 is loopback.
     os.environ["TP_SOCKET_IFNAME"] = dict(socket.if_nameindex())[1]
     # init_rpc itself calls torch.distributed in a way that torch.distributed warns of.

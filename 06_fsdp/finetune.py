@@ -88,16 +88,17 @@ def main() -> None:
     loader = DataLoader(samples, batch_size=32, sampler=sampler, drop_last=True)
     batches = [(x.to(device), y.to(device)) for _, x, y in islice(loader, STEPS)]
     run, file = start(device), torch.load(FILE, mmap=True)
-    pairs = [(p.full_tensor(), file[n]) for n, p in run.model.state_dict().items()]
-    is_right = all(torch.equal(found.cpu(), due) for found, due in pairs)
+    shards = run.model.state_dict().items()  # gathered one by one, on every rank
+    equal = [torch.equal(p.full_tensor().cpu(), file[name]) for name, p in shards]
     with tempfile.TemporaryDirectory() as own:
         folder = gather(own)[0]  # rank 0's: one that all can reach
         losses = finetune(run, batches, folder)
         say("resuming from the checkpoint")
         resumed = start(device)
         dcp.load({"run": resumed}, checkpoint_id=folder)
-        is_right &= finetune(resumed, batches, folder) == losses[STEPS // 2 :]
-    check(is_right, f"{len(pairs)} weights of the file; resumed, the same losses")
+        is_same = finetune(resumed, batches, folder) == losses[STEPS // 2 :]
+    claim = f"{len(equal)} weights of the file; resumed, the same losses"
+    check(is_same and all(equal), claim)
     leave()
 
 

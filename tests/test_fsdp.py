@@ -566,7 +566,9 @@ def kept_by_finetune(path: Path) -> list[Any]:
     whole = sum(p.numel() for p in run.model.parameters())
     dtypes = {str(p.dtype) for p in run.model.parameters()}
     is_tied = run.model.head.weight is run.model.token_embedding.weight
-    return [local / whole, dtypes, read.call_count, is_tied]
+    wrapper = lesson.activations.CheckpointWrapper
+    recomputed = [isinstance(block, wrapper) for block in run.model.blocks]
+    return [local / whole, dtypes, read.call_count, is_tied, recomputed]
 
 
 def first_losses(path: Path) -> tuple[float, float]:
@@ -600,7 +602,7 @@ def test_only_rank_0_reads_the_file_and_each_keeps_its_shards(
     worker_pool: WorkerPool, file_of_weights: Path
 ) -> None:
     assert worker_pool.run(kept_by_finetune, file_of_weights) == [
-        [pytest.approx(0.5, abs=0.01), {"torch.float32"}, number, True]
+        [pytest.approx(0.5, abs=0.01), {"torch.float32"}, number, True, [True, True]]
         for number in (1, 0)
     ]
 

@@ -694,3 +694,12 @@ def test_steps_of_two_trainers_undo_each_other_without_a_lock() -> None:
     # A class that is not compiled takes one.
     assert eager == "EagerSGD:        0 of 1,000,000 entries, in 2 tries"
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize("words", [(), ("--help-me",)])
+def test_program_of_four_calls_says_how_to_start_it(words: tuple[str, ...]) -> None:
+    result = python(ROOT / CHAPTER / "rpc_in_four_calls.py", *words)
+    assert result.returncode == 1
+    assert result.stderr.startswith("start it with torchrun --nproc-per-node=2 ")
+    assert result.stderr.endswith("rpc_in_four_calls.py\n")
+    assert result.stderr.count("\n") == 1
