@@ -4,12 +4,15 @@ And its way to the ranks: samples, a sampler that can begin at any step, evaluat
 """
 
 import multiprocessing
+import os
 import sys
 import sysconfig
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +176,20 @@ class StepSampler(Sampler[list[int]]):
                 yield indices.tolist()
 
 
+def end_with_rank(worker: int) -> None:
+    """Let a worker end when its rank has ended, however that died.
+
+    Otherwise it would wait for ever: it ends only after its parent, the server.
+    """
+    rank: Any = multiprocessing.parent_process()  # the one that asked for this worker
+
+    def wait_and_end() -> None:
+        connection.wait([rank.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait_and_end, daemon=True).start()
+
+
 class StepLoader:
     """Loads a step's micro-batches at a time, in worker processes of each rank."""
 
@@ -201,6 +218,7 @@ class StepLoader:
             multiprocessing_context="forkserver" if options.workers else None,
             pin_memory=device.type != "cpu",  # a copy to the GPU need not wait then
             generator=generator,
+            worker_init_fn=end_with_rank,
         )
 
     def steps(self, epoch: int, first: int, end: int) -> Iterator[list[Any]]:

@@ -11,6 +11,7 @@ import signal
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,8 +43,15 @@ class StopSignal:
     gets the signal, one would leave a step early and the others would wait for it.
     """
 
-    def __init__(self, number: int = signal.SIGUSR1) -> None:
+    def __init__(
+        self, number: int = signal.SIGUSR1, has_workers: bool = False
+    ) -> None:
         """Note the signal from now on, not die of it; every rank calls this."""
+        # The processes that load data get it too. What starts while a signal is ignored
+        # ignores it for good: the server that forks the workers, and so they as well.
+        signal.signal(number, signal.SIG_IGN)
+        if has_workers:
+            forkserver.ensure_running()
         self.noted, self.total = list[int](), torch.zeros(1)
         self.reducing: dist.Work | None = None
         # A tensor on a GPU could be read only after all that the GPU has yet to do.
@@ -91,7 +99,7 @@ class TrainingState:
         """Let SIGUSR1 stop the run after a step; every rank calls this."""
         if dist.get_rank() == 0:  # the marker is about the run before
             requeue_marker(self.options.checkpoint).unlink(missing_ok=True)
-        self.stop = StopSignal()
+        self.stop = StopSignal(has_workers=self.options.workers > 0)
 
     def save_when_due(self) -> bool:
         """Save every so many steps, and before a stop; every rank calls this.
