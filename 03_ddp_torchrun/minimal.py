@@ -6,8 +6,9 @@ Expect: the losses of one_process.py.
 
 import os
 
+import torch
 import torch.distributed as dist
-import torch.distributed.nn  # DDP would import it later, and so keep the group alive
+import torch.distributed.nn  # not used, but without it gloo may abort when it ends
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 

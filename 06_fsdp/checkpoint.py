@@ -43,9 +43,7 @@ class StopSignal:
     gets the signal, one would leave a step early and the others would wait for it.
     """
 
-    def __init__(
-        self, number: int = signal.SIGUSR1, has_workers: bool = False
-    ) -> None:
+    def __init__(self, number: int = signal.SIGUSR1, has_workers: bool = False) -> None:
         """Note the signal from now on, not die of it; every rank calls this."""
         # The processes that load data get it too. What starts while a signal is ignored
         # ignores it for good: the server that forks the workers, and so they as well.

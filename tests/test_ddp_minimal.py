@@ -1,8 +1,11 @@
-"""The minimal.py of chapters 03 and 06: few lines that train as one process does."""
+"""The minimal scripts of chapters 03 and 06: few lines that train as one process."""
 
 import contextlib
+import copy
 import io
 import os
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -93,6 +96,169 @@ def without(lost: str) -> tuple[float, str, str, int]:
         name, replaced = "DistributedDataParallel", Unwrapped
     with mock.patch.object(module, name, replaced):
         return both_ways("03_ddp_torchrun")
+
+
+class Died(Exception):
+    """What ends a run in the middle."""
+
+
+def resumable(
+    folder: str, dropout: float = 0.1, batch_size: int = 16, dies_in: str = ""
+) -> tuple[dict[str, Any], str, list[int]]:
+    """Run minimal_resumable.py there, a smaller GPT; return its file and its output.
+
+    And the epochs that it told the sampler of.
+
+    `dies_in` names what fails in the second epoch: `evaluate`, or `save`, after half of
+    the file has been written.
+    """
+    module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
+    config = partial(module.GPTConfig, layers=1, width=32, heads=2, dropout=dropout)
+    local_size = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+    output, path = io.StringIO(), Path(folder, "run.pt")
+    evaluate, save, called = module.evaluate, torch.save, []
+
+    def evaluate_or_die(*arguments: Any) -> float:
+        called.append("evaluate")
+        if dies_in == "evaluate" and len(called) == 2:
+            raise Died
+        return evaluate(*arguments)
+
+    def save_or_die(state: Any, file: Path) -> None:
+        save(state, file)
+        if dies_in == "save" and called == ["evaluate"] * 2:
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+            raise Died
+
+    set_epoch = mock.patch.object(
+        module.DistributedSampler,
+        "set_epoch",
+        autospec=True,
+        side_effect=module.DistributedSampler.set_epoch,
+    )
+    with (
+        set_epoch as told,
+        mock.patch.dict(os.environ, local_size),
+        mock.patch.object(torch.distributed, "init_process_group"),
+        mock.patch.multiple(module, GPTConfig=config, FILE=path, BATCH_SIZE=batch_size),
+        mock.patch.object(module, "evaluate", evaluate_or_die),
+        mock.patch.object(torch, "save", save_or_die),
+        contextlib.redirect_stdout(output),
+        contextlib.suppress(Died),
+    ):
+        module.main()
+    return (
+        torch.load(path),
+        output.getvalue(),
+        [call.args[1] for call in told.mock_calls],
+    )
+
+
+def weights_of(state: dict[str, Any]) -> torch.Tensor:
+    assert len(state["model"]) == 15
+    return torch.cat([weight.flatten() for weight in state["model"].values()])
+
+
+@pytest.mark.parametrize("dies_in", ["evaluate", "save"])
+def test_a_run_that_died_resumes_with_the_same_bits(
+    worker_pool: WorkerPool, tmp_path: Path, dies_in: str
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    (expected, said, told), _ = worker_pool.run(resumable, str(whole), world_size=2)
+    words = (str(broken), 0.1, 16, dies_in)
+    (half, said_first, _), _ = worker_pool.run(resumable, *words, world_size=2)
+    (resumed, said_then, then), _ = worker_pool.run(
+        resumable, str(broken), world_size=2
+    )
+    assert told == [0, 1] and then == [1]
+    epochs = said.splitlines()
+    assert [line[:26] for line in epochs] == [
+        "epoch 0 | validation loss ",
+        "epoch 1 | validation loss ",
+    ]
+    assert half["epoch"] == 1 and resumed["epoch"] == expected["epoch"] == 2
+    assert said_first.splitlines() == epochs[: 1 + (dies_in == "save")]
+    assert said_then.splitlines() == epochs[1:]
+    assert not torch.equal(weights_of(half), weights_of(expected))
+    assert torch.equal(weights_of(resumed), weights_of(expected))
+
+
+def test_epochs_on_two_ranks_are_those_of_one(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    ends = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        words = (str(folder), 0.0, 32 // ranks)
+        ends.append(worker_pool.run(resumable, *words, world_size=ranks)[0])
+    (alone, said_alone, _), (together, said, _) = ends
+    assert len(said.splitlines()) == 2 and said == said_alone
+    assert torch.allclose(weights_of(together), weights_of(alone), atol=1e-5)
+
+
+def steps_of_an_epoch() -> tuple[float, int, list[Any]]:
+    """Take two steps of two batches; return how far from one process's, and no_syncs.
+
+    Clipping, which would hide a wrong factor, is left out; its calls are returned.
+    """
+    module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
+    wrapper, rank = module.DistributedDataParallel, torch.distributed.get_rank()
+    torch.manual_seed(0)
+    model = module.GPT(module.GPTConfig(layers=1, width=32, heads=2))
+    alone = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, alone)]
+    batches = [(0, *torch.randint(256, (2, 4, 16))) for _ in range(4)]
+    mine = [(0, x[rank::2], y[rank::2]) for _, x, y in batches]
+    no_sync = mock.patch.object(
+        wrapper, "no_sync", autospec=True, side_effect=wrapper.no_sync
+    )
+    with no_sync as told, mock.patch.object(torch.nn.utils, "clip_grad_norm_") as clip:
+        module.train_epoch(
+            wrapper(model), optimizers[0], mock.Mock(), mine, torch.device("cpu")
+        )
+    for first in (0, 2):
+        for _, x, y in batches[first : first + 2]:
+            (alone(x, y) / 2).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    pairs = list(zip(model.parameters(), alone.parameters(), strict=True))
+    assert len(pairs) > 10
+    clipped = [call.kwargs for call in clip.mock_calls]
+    apart = max((p - q).abs().max().item() for p, q in pairs)
+    return apart, told.call_count, clipped
+
+
+def test_steps_are_one_process_s_with_one_all_reduce_each(
+    worker_pool: WorkerPool,
+) -> None:
+    by_rank = worker_pool.run(steps_of_an_epoch, world_size=2)
+    assert len(by_rank) == 2
+    for apart, no_syncs, clipped in by_rank:
+        assert apart < 1e-6 and no_syncs == 2
+        assert clipped == [{"max_norm": 1.0}] * 2
+
+
+def loss_by_hand_and_evaluated() -> tuple[float, float]:
+    """Evaluate five samples, of which one rank of two takes three."""
+    module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
+    torch.manual_seed(0)
+    model = module.GPT(module.GPTConfig(layers=1, width=32, heads=2))
+    samples = module.WindowDataset(module.load_text(None, 128)[1], 128, 5)
+    assert len(samples) == 5
+    losses = [
+        model(x[None], y[None]).item() for _, x, y in (samples[i] for i in range(5))
+    ]
+    return sum(losses) / 5, module.evaluate(model, samples, torch.device("cpu"))
+
+
+def test_each_sample_counts_once_in_an_evaluation(worker_pool: WorkerPool) -> None:
+    by_rank = worker_pool.run(loss_by_hand_and_evaluated, world_size=2)
+    assert len(by_rank) == 2
+    for by_hand, evaluated in by_rank:
+        assert evaluated == pytest.approx(by_hand, rel=1e-6)
 
 
 class Unwrapped(torch.nn.Module):

@@ -329,7 +329,7 @@ def lessons_import_little(tree: Tree) -> list[str]:
     """A script makes a reader open few other files of its chapter.
 
     What is READ_ONCE does not count. In the rooms where each script shows one mistake
-    it does: such a script needs nothing of ours, and a `minimal.py` nothing but the
+    it does: such a script needs nothing of ours, and a `minimal*.py` nothing but the
     model and the data, or what MINIMAL_IMPORTS says. A table of many cases,
     `x_table.py`, is no such script.
     """
@@ -350,7 +350,7 @@ def lessons_import_little(tree: Tree) -> list[str]:
         ours = {m for m in imported if any(f"{f / m}.py" in tree for f in folders)}
         is_mistake = ROOMS_WITHOUT_IMPORTS & set(path.parts)
         is_mistake = is_mistake and not path.stem.endswith("_table")
-        if is_mistake or path.name == "minimal.py":
+        if is_mistake or path.stem.startswith("minimal"):
             most = 0
             ours -= (
                 set() if is_mistake else MINIMAL_IMPORTS.get(name, {"model", "data"})
