@@ -72,9 +72,10 @@ def test_table_is_what_two_ranks_send(worker_pool: WorkerPool) -> None:
     ]
 
 
+@pytest.mark.parametrize("in_the_layer", [False, True])
 @pytest.mark.parametrize("fault", ["the last are kept", "none is dropped"])
-def test_table_that_is_not_the_layers_is_noticed(
-    capsys: pytest.CaptureFixture[str], fault: str
+def test_wrong_places_are_noticed(
+    capsys: pytest.CaptureFixture[str], fault: str, in_the_layer: bool
 ) -> None:
     right = mixture.pairs_with_a_place
 
@@ -83,13 +84,14 @@ def test_table_that_is_not_the_layers_is_noticed(
             return right(experts, count, len(experts))
         return len(experts) - 1 - right(experts.flip(0), count, capacity)
 
-    with (
-        mock.patch.object(example, "pairs_with_a_place", keeps_others),
-        pytest.raises(SystemExit, match="2"),
-    ):
+    with contextlib.ExitStack() as stack:
+        for owner in (example, mixture) if in_the_layer else (example,):
+            fault_of = mock.patch.object(owner, "pairs_with_a_place", keeps_others)
+            stack.enter_context(fault_of)
+        stack.enter_context(pytest.raises(SystemExit, match="2"))
         example.main()
     said = capsys.readouterr()
-    assert "not so: the layer's output is zero for" in said.err
+    assert "not so: the layer's output is zero for c, and no other" in said.err
     assert "check:" not in said.out
 
 
