@@ -1,34 +1,32 @@
 """Draw the way of tokens to their experts on two ranks, and back, with one dropped.
 
 Run: python assets/draw_09_experts.py
-Expect: 09_experts.png, and a `check:` that the places are those that mixture.py gives.
+Expect: 09_experts.png, of the tokens of who_goes_where.py, and a `check:` of places.
 """
 
 from typing import Any
 
 import matplotlib.pyplot as plt
-import torch
 from matplotlib.axes import Axes
 
 from pictures import chapter_module, new_drawing, picture_parser, save_picture
 
 # One colour for each rank, as in the other pictures (Okabe and Ito).
 RANKS, INK, DROPPED = ["#0072B2", "#E69F00"], "#222222", "#888888"
-# Which of four experts each token of a rank chooses; an expert takes CAPACITY from
-# each rank.
-CHOICES, EXPERTS, CAPACITY = [[2, 0, 2, 1, 2], [0, 3, 1, 0, 3]], 4, 2
-NAMES = ["abcde", "vwxyz"]
-SIDE, GAP = 0.56, 0.72
-WIDTH = 3.05  # of an expert
+# An expert takes CAPACITY tokens from each rank.
+EXPERTS, CAPACITY = 4, 1
+example = chapter_module("09_one_mesh/experts/who_goes_where.py")
+SIDE, GAP, BELOW = 0.56, 0.72, 1.44  # of tokens: beside each other, and below
+WIDTH = 2.75  # of an expert
 
 
 def routed() -> tuple[list[list[str]], list[str]]:
     """Return what each expert receives, in order, and the tokens that are dropped."""
     received: list[list[str]] = [[] for _ in range(EXPERTS)]
     dropped = []
-    keep = chapter_module("09_one_mesh/mixture.py").pairs_with_a_place
-    for names, chosen in zip(NAMES, CHOICES, strict=True):
-        kept = keep(torch.tensor(chosen)[:, None], EXPERTS, CAPACITY).tolist()
+    both = zip(example.NAMES, example.PROBABILITIES, strict=True)
+    for names, probabilities in both:
+        chosen, kept, _ = example.rows_of_rank(probabilities, CAPACITY)
         for token in kept:
             received[chosen[token]].append(names[token])
         dropped += [name for i, name in enumerate(names) if i not in kept]
@@ -65,10 +63,10 @@ def draw_experts(
         axes.text(left, y + 0.71, text, color=INK)
         for slot in range(2 * CAPACITY):
             sender, number = divmod(slot, CAPACITY)
-            mine = [*(name for name in names if name in NAMES[sender]), "", ""]
+            mine = [*(name for name in names if name in example.NAMES[sender]), ""]
             text, x = mine[number], left + slot * GAP
             draw_cell(axes, x, y, text, RANKS[sender], free=not text)
-            heights[text] = expert, y + 0.92 - 0.25 * slot
+            heights[text] = expert, y + 0.7 - 0.5 * slot
     return heights
 
 
@@ -85,10 +83,10 @@ def draw_routes() -> tuple[plt.Figure, list[list[str]], list[str]]:
         (end + SIDE / 2, "results"),
     ):
         axes.text(x, 7.9, text, color=INK, weight="bold", ha="center")
-    for rank, names in enumerate(NAMES):
+    for rank, names in enumerate(example.NAMES):
         axes.text(0.1, 5.4 - 3.95 * rank, f"rank {rank}", color=INK, weight="bold")
         for i, name in enumerate(names):
-            y, colour = 6.68 - 3.95 * rank - i * GAP, RANKS[rank]
+            y, colour = 6.68 - 3.95 * rank - i * BELOW, RANKS[rank]
             out, back = (start + SIDE, y + SIDE / 2), (end, y + SIDE / 2)
             if name in dropped:
                 colour = DROPPED
@@ -113,7 +111,7 @@ def main() -> None:
     """Draw, and compare the places with those that were meant."""
     out = picture_parser("Draw tokens and their experts.").parse_args().out
     figure, received, dropped = draw_routes()
-    if ["".join(names) for names in received] != ["bvy", "dx", "ac", "wz"]:
+    if ["".join(names) for names in received] != ["bx", "z", "a", "y"]:
         raise RuntimeError(f"the picture would lie: {received}")
     save_picture(figure, out, "09_experts.png")
     count = sum(map(len, received))

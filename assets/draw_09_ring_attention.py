@@ -62,7 +62,7 @@ def draw_matrix(axes: Axes, owners: list[int], title: str) -> None:
 def main() -> None:
     """Draw both orders, and compare what the ranks compute."""
     out = picture_parser("Draw who computes what.").parse_args().out
-    zigzag = chapter_module("09_one_mesh/ring_attention.py").zigzag(CHUNKS, N)
+    zigzag = chapter_module("09_one_mesh/context/ring_attention.py").zigzag(CHUNKS, N)
     contiguous = list(torch.arange(CHUNKS).tensor_split(N))
     figure, panels = new_picture(5.6, columns=2)
     found = []

@@ -20,17 +20,80 @@ from lessons import run_lesson
 from scripts import load_chapter
 from worker_pool import RankError, WorkerPool
 
-CHAPTER = "09_one_mesh"
-modules: dict[str, Any] = load_chapter(CHAPTER)
+ROOM = "09_one_mesh/experts"
+modules: dict[str, Any] = load_chapter(ROOM)
 mixture, experts = modules["mixture"], modules["experts"]
-both = modules["whole_and_sharded"]
-CHECKERS: dict[str, Any] = load_chapter(f"{CHAPTER}/exercises")
+both, example = modules["whole_and_sharded"], modules["who_goes_where"]
+CHECKERS: dict[str, Any] = load_chapter("09_one_mesh/exercises")
 
 # The answer uses the chapter's module by its plain name.
 with mock.patch.dict(sys.modules, {"mixture": CHECKERS["mixture"]}):
     from answers import broken_experts
 
 B, T, D, E = 2, 6, 8, 8
+
+# --- Who goes where. ----------
+
+
+def test_table_says_who_sends_what_and_who_is_dropped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    example.main()
+    assert capsys.readouterr().out.splitlines() == [
+        "capacity: 1.25 * 3 * 1 / 4, rounded up, is 1",
+        "       | expert of token | sends  | rows to experts | rows to ranks",
+        "rank 0 | a 2, b 0, c 2   | b a    | [1, 0, 1, 0]    | [1, 1]",
+        "rank 1 | x 0, y 3, z 1   | x z y  | [1, 1, 0, 1]    | [2, 1]",
+        "check: the layer's output is zero for c, and no other token",
+    ]
+
+
+def rows_on_the_way() -> list[list[int]]:
+    """Send the example's tokens by the sharded layer; return what it sends, gets."""
+    rank, torchs = dist.get_rank(), mixture.AllToAll.apply
+    layer = mixture.MixtureOfExperts(4, 4, k=1)
+    nn.init.eye_(layer.router.weight)
+    noted = []
+
+    def note(rows: Tensor, received: list[int], sent: list[int], group: Any) -> Any:
+        noted.extend([sent, received])
+        return torchs(rows, received, sent, group)
+
+    with mock.patch.object(mixture.AllToAll, "apply", note):
+        layer(example.PROBABILITIES[rank, None].log())
+    return noted
+
+
+def test_table_is_what_two_ranks_send(worker_pool: WorkerPool) -> None:
+    # There and back: the matrix's rows are sent, its columns received.
+    assert worker_pool.run(rows_on_the_way) == [
+        [[1, 1], [1, 2], [1, 2], [1, 1]],
+        [[2, 1], [1, 1], [1, 1], [2, 1]],
+    ]
+
+
+@pytest.mark.parametrize("in_the_layer", [False, True])
+@pytest.mark.parametrize("fault", ["the last are kept", "none is dropped"])
+def test_wrong_places_are_noticed(
+    capsys: pytest.CaptureFixture[str], fault: str, in_the_layer: bool
+) -> None:
+    right = mixture.pairs_with_a_place
+
+    def keeps_others(experts: Tensor, count: int, capacity: int) -> Tensor:
+        if fault == "none is dropped":
+            return right(experts, count, len(experts))
+        return len(experts) - 1 - right(experts.flip(0), count, capacity)
+
+    with contextlib.ExitStack() as stack:
+        for owner in (example, mixture) if in_the_layer else (example,):
+            fault_of = mock.patch.object(owner, "pairs_with_a_place", keeps_others)
+            stack.enter_context(fault_of)
+        stack.enter_context(pytest.raises(SystemExit, match="2"))
+        example.main()
+    said = capsys.readouterr()
+    assert "not so: the layer's output is zero for c, and no other" in said.err
+    assert "check:" not in said.out
+
 
 # --- All-to-all through autograd. ----------
 
@@ -439,7 +502,7 @@ def lesson_output(outputs: list[str], dropped: int) -> None:
 
 @pytest.mark.smoke
 def test_experts_train_as_in_one_process(worker_pool: WorkerPool) -> None:
-    outputs = worker_pool.run(run_lesson, CHAPTER, "experts")
+    outputs = worker_pool.run(run_lesson, ROOM, "experts")
     lesson_output(outputs, 52)
     (wrong,) = re.findall(r"^experts averaged .* (\d+)% wrong$", outputs[0], re.M)
     assert int(wrong) > 100
@@ -449,7 +512,7 @@ def test_experts_train_as_in_one_process(worker_pool: WorkerPool) -> None:
 @pytest.mark.parametrize("words", [["--expert-ranks=2"], []], ids=str)
 def test_experts_train_on_a_mesh(worker_pool: WorkerPool, words: list[str]) -> None:
     run = functools.partial(worker_pool.run, world_size=4)
-    lesson_output(run(run_lesson, CHAPTER, "experts", *words), 122)
+    lesson_output(run(run_lesson, ROOM, "experts", *words), 122)
 
 
 def ending_with(fault: str) -> tuple[Any, str]:
@@ -497,7 +560,7 @@ def ending_with(fault: str) -> tuple[Any, str]:
         mock.patch.object(*faults[fault]),
     ):
         try:
-            return 0, run_lesson(CHAPTER, "experts")
+            return 0, run_lesson(ROOM, "experts")
         except SystemExit as end:
             return end.code, errors.getvalue().strip()
 
@@ -520,7 +583,7 @@ def refusal(*words: str) -> tuple[Any, str]:
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
         try:
-            run_lesson(CHAPTER, "experts", *words)
+            run_lesson(ROOM, "experts", *words)
         except SystemExit as end:
             return end.code, errors.getvalue()
     return 0, ""

@@ -1,17 +1,21 @@
 """Chapter 09: the axes of a mesh, and a GPT trained on three of them at once."""
 
 import contextlib
+import functools
 import io
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -25,6 +29,7 @@ CHAPTER = "09_one_mesh"
 modules: dict[str, Any] = load_chapter(CHAPTER)
 mesh, train, gpt = (modules[name] for name in ("mesh", "train", "gpt_on_mesh"))
 members = modules["groups_of_a_rank"].members
+stateful: Any = load_chapter("06_fsdp")["stateful"]
 AXES = ("data", "pipeline", "tensor")
 
 
@@ -579,6 +584,117 @@ def test_order_and_meshes_that_pytorch_refuses(worker_pool: WorkerPool) -> None:
         assert "Cannot concatenate overlapping meshes" in other
         assert "Invariant encountered: value was None" in unnamed
         assert "native_layer_norm.default got mixed torch.Tensor and DTensor" in plain
+
+
+# --- Save and resume. ----------
+
+
+@contextlib.contextmanager
+def flattened(is_flat: bool) -> Iterator[None]:
+    """Let chapter 06's `Training` name a parameter group's settings by parameter."""
+    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    with contextlib.ExitStack() as stack:
+        for name in ("get_state_dict", "set_state_dict"):
+            with_options = functools.partial(getattr(stateful, name), options=options)
+            stack.enter_context(mock.patch.object(stateful, name, with_options))
+        yield
+
+
+def new_run(shape: tuple[int, ...], seed: int) -> tuple[Any, Any, Callable[[Any], Any]]:
+    """Return the part of a GPT on a mesh, its optimizer, and what takes a step."""
+    whole = init_device_mesh("cpu", shape, mesh_dim_names=AXES)
+    torch.manual_seed(seed)
+    part, schedule = train.cut_three_times(whole, torch.device("cpu"))
+    adam = torch.optim.AdamW(part.parameters())
+    return part, adam, functools.partial(train.mesh_step, part, schedule, adam, whole)
+
+
+def weights_of_all(part: Any) -> dict[str, Any]:
+    """Return the whole weights of all stages, on every rank."""
+    own = {
+        name: gpt.gathered(p).detach().clone() for name, p in part.named_parameters()
+    }
+    by_rank = modules["ranks"].gather(own)
+    return {name: weight for of_rank in by_rank for name, weight in of_rank.items()}
+
+
+def resume(
+    folder: str, shape: tuple[int, ...], other: tuple[int, ...], is_flat: bool
+) -> tuple[int, list[float], int]:
+    """Save a run on one mesh, and resume it on another.
+
+    Returns the number of weights, how far apart they are before loading and after a
+    step more, and the optimizer's step after it.
+    """
+    generator = torch.Generator().manual_seed(4)
+    tokens = (2, 2 * train.MICRO_BATCHES * train.B, 33)
+    first, last = torch.randint(256, tokens, generator=generator)
+    part, adam, step = new_run(shape, 0)
+    step(first)
+    far = []
+    with flattened(is_flat):
+        dcp.save({"run": stateful.Training(part, adam)}, checkpoint_id=folder)
+        part_2, adam_2, step_2 = new_run(other, 1)
+        pairs = [(weights_of_all(part), weights_of_all(part_2))]
+        dcp.load({"run": stateful.Training(part_2, adam_2)}, checkpoint_id=folder)
+    step(last)
+    step_2(last)
+    pairs.append((weights_of_all(part), weights_of_all(part_2)))
+    assert len(pairs) == 2
+    for right, found in pairs:
+        assert right.keys() == found.keys()
+        far.append(max(torch.dist(right[n], found[n]).item() for n in right))
+    steps = {int(state["step"]) for state in adam_2.state.values()}
+    return len(pairs[0][0]), far, steps.pop()
+
+
+@pytest.mark.parametrize(
+    ("shape", "other", "is_flat"),
+    [
+        ((2, 1, 2), (2, 1, 2), False),
+        pytest.param((2, 1, 2), (2, 1, 2), True, marks=pytest.mark.slow),
+        pytest.param((1, 2, 2), (2, 2, 1), True, marks=pytest.mark.slow),
+        pytest.param((2, 2, 1), (2, 1, 2), True, marks=pytest.mark.slow),
+        pytest.param((2, 1, 2), (1, 2, 2), True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_run_on_a_mesh_resumes_on_any(
+    worker_pool: WorkerPool,
+    tmp_path: Path,
+    shape: tuple[int, ...],
+    other: tuple[int, ...],
+    is_flat: bool,
+) -> None:
+    arguments = (str(tmp_path), shape, other, is_flat)
+    results = worker_pool.run(resume, *arguments, world_size=4)
+    assert len(results) == 4
+    for number, (before, after), steps in results:
+        assert (number, steps) == (45, 2)
+        assert before > 1 and after < 1e-12
+
+
+def step_after_loading(folder: str) -> tuple[bool, str]:
+    """Save two stages by one name for all parameter groups; load, and step."""
+    part, adam, step = new_run((1, 2, 2), 0)
+    step(torch.randint(256, (2 * train.MICRO_BATCHES * train.B, 33)))
+    run = {"run": stateful.Training(part, adam)}
+    dcp.save(run, checkpoint_id=folder)
+    dcp.load(run, checkpoint_id=folder)
+    try:
+        adam.step()
+    except KeyError as error:
+        return part.is_first, f"KeyError: {error}"
+    return part.is_first, ""
+
+
+def test_stages_overwrite_each_others_parameter_groups(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    found = worker_pool.run(step_after_loading, str(tmp_path), world_size=4)
+    # Which stage's groups survive, DCP decides; the ranks of the other cannot step.
+    assert len(found) == 4 and len(set(found)) == 2
+    assert sorted({said for _, said in found}) == ["", "KeyError: 'betas'"]
 
 
 # --- All eight ranks. ----------

@@ -23,10 +23,10 @@ from lessons import run_lesson
 from scripts import load_chapter
 from worker_pool import RankDied, WorkerPool
 
-CHAPTER, EXERCISES = "09_one_mesh", "09_one_mesh/exercises"
-modules: dict[str, Any] = load_chapter(CHAPTER)
+ROOM, EXERCISES = "09_one_mesh/context", "09_one_mesh/exercises"
+modules: dict[str, Any] = load_chapter(ROOM)
 ring, script = modules["ring_attention"], modules["context_parallel"]
-comparison = modules["context_comparison"]
+comparison, in_parts = modules["context_comparison"], modules["online_softmax"]
 CHECKERS = load_chapter(EXERCISES)
 B, H, D = 2, 3, 8
 # Of 3 tokens some ranks hold none; 2n divides 16, mostly, and never 21.
@@ -49,6 +49,47 @@ WAYS: dict[str, Callable[[int, int], list[Tensor]]] = {
     "zigzag": ring.zigzag,
     "shuffled": shuffled,
 }
+
+
+# --- A softmax in parts. ----------
+
+
+def test_two_parts_are_one_softmax(capsys: pytest.CaptureFixture[str]) -> None:
+    in_parts.main()
+    assert capsys.readouterr().out.splitlines() == [
+        "rank 0 | (1 * 2 + 3 * 6) / 4 = 5",
+        "rank 1 | (4 * 1 + 2 * 7) / 6 = 3",
+        "both   | (4 * 5 + 6 * 3) / 10 = 3.8",
+        "check: one softmax over the four keys gives 3.8 too",
+    ]
+
+
+def test_parts_may_be_many_and_of_large_scores() -> None:
+    scores, values = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
+    scores = scores.double() * 1e4
+    assert scores.exp().isinf().any()  # which no sum of exponentials would survive
+    right = scores.flatten().softmax(0) @ values.flatten().double()
+    assert abs(in_parts.attend_in_parts(scores, values.double()) - right) < 1e-12
+
+
+@pytest.mark.parametrize("fault", ["mean of means", "exponentials not summed"])
+def test_parts_that_do_not_count_by_their_sums_are_noticed(
+    capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    attend = in_parts.attend
+
+    def wrong(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        mean, lse = attend(scores, values)
+        return mean, lse * 0 if fault == "mean of means" else scores.amax(-1)
+
+    with (
+        mock.patch.object(in_parts, "attend", wrong),
+        pytest.raises(SystemExit, match="2"),
+    ):
+        in_parts.main()
+    said = capsys.readouterr()
+    assert "the mean in parts is not that of one softmax" in said.err
+    assert "check:" not in said.out
 
 
 # --- The order. ----------
@@ -276,7 +317,7 @@ def test_gpt_on_parts_of_a_sequence_is_one_process(
     worker_pool: WorkerPool, world_size: int
 ) -> None:
     n = world_size
-    outputs = worker_pool.run(run_lesson, CHAPTER, "context_parallel", world_size=n)
+    outputs = worker_pool.run(run_lesson, ROOM, "context_parallel", world_size=n)
     assert outputs[1:] == [""] * (n - 1)
     lines = outputs[0].splitlines()
     first, last = ["1.0"] + ["0.0"] * (n - 1), ["1.0"] * n
@@ -302,7 +343,7 @@ def ending(faults: list[tuple[Any, str, Any]]) -> tuple[Any, str]:
         for owner, name, fault in faults:
             stack.enter_context(mock.patch.object(owner, name, fault))
         try:
-            run_lesson(CHAPTER, "context_parallel")
+            run_lesson(ROOM, "context_parallel")
         except SystemExit as end:
             return end.code, errors.getvalue()
     return 0, ""

@@ -1,1 +1,1 @@
-../mixture.py
+../experts/mixture.py

@@ -1,1 +1,1 @@
-../context_comparison.py
+../context/context_comparison.py

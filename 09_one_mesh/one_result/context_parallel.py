@@ -1,1 +1,1 @@
-../context_parallel.py
+../context/context_parallel.py

@@ -1,1 +1,1 @@
-../ring_attention.py
+../context/ring_attention.py

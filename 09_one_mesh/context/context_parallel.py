@@ -1,6 +1,6 @@
 """Compute a GPT's gradients on a sequence of which each rank holds a part.
 
-Run: torchrun --nproc-per-node=4 09_one_mesh/context_parallel.py
+Run: torchrun --nproc-per-node=4 09_one_mesh/context/context_parallel.py
 Expect: loss and gradients of one process. Cut in contiguous order, the last rank
     computes most; by zigzag all compute equally much in each step of the ring.
 """

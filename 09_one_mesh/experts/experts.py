@@ -1,6 +1,6 @@
 """Train a mixture whose experts are sharded over the ranks; compare with one process.
 
-Run: torchrun --nproc-per-node=2 09_one_mesh/experts.py
+Run: torchrun --nproc-per-node=2 09_one_mesh/experts/experts.py
 Expect: four all-to-alls in a step, and one process's gradients, if those of experts
     are not averaged as all others are; a balancing loss keeps all experts busy.
 """
