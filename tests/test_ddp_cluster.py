@@ -167,6 +167,14 @@ def test_three_hosts_send_what_a_ring_must_though_a_link_is_down_for_3_s(
     assert re.search(r"^check: of [\d.]+ MB sent, 0\.\d% was lost", result.stdout, re.M)
 
 
+def test_losses_are_judged_only_if_enough_was_sent() -> None:
+    judge = load_chapter("03_ddp_torchrun/cluster")["laboratory"].judge_losses
+    assert judge(10**8, 981 * 10**5) == "of 100.0 MB sent, 1.9% was lost (limit 2%)"
+    with pytest.raises(RuntimeError, match=r"2\.1% of what was sent has not arrived"):
+        judge(10**8, 979 * 10**5)
+    assert judge(10**6, 0).endswith("it sent too little to count losses")
+
+
 def resumed_after_a_long_link_down(folder: Path) -> Result:
     """Train in a copy of the chapter whose groups wait for ten seconds only."""
     copy = folder / "impatient"

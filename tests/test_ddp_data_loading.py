@@ -381,6 +381,21 @@ def test_batches_in_flight_take_workers_times_prefetch(worker_pool: WorkerPool) 
     assert float(held) == pytest.approx(3 * 2 * 6.29, rel=0.1)
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_the_batch_in_the_loop_takes_shared_memory_beside_those_that_wait() -> None:
+    module = script("shared_memory")
+    loader = DataLoader(module.Images(), 8, num_workers=1, prefetch_factor=1)
+    batches = iter(loader)
+    batch = next(batches)
+    assert module.wait_for(6.29) == pytest.approx(6.29, rel=0.1)  # the next one
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(part, 16) for part in line.split()[0].split("-"))
+        if low <= batch.data_ptr() < high:
+            assert "/dev/shm/torch_" in line and high - low >= batch.nbytes
+            return
+    pytest.fail("the batch is in no mapping")
+
+
 def test_what_others_have_in_dev_shm_is_not_counted() -> None:
     shared = script("shared_memory").shared_megabytes
     before = shared()

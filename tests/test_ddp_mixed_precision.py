@@ -128,6 +128,33 @@ def test_fp16_needs_a_scaled_loss_and_all_ranks_skip_a_step(
     assert scales["alone: overflows"].startswith(f"[32768.0{others}]")
 
 
+def loss_after(optimizer_class: type, is_early: bool, steps: int = 100) -> float:
+    """Learn a plane, with scaled losses, clipped before they are unscaled or after."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(4, 1), torch.randn(64, 4)
+    y = x @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]])
+    optimizer = optimizer_class(model.parameters(), lr=0.05)
+    scaler: Any = torch.amp.GradScaler("cpu", 2.0**16)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        scaler.scale((model(x) - y).square().mean()).backward()
+        if not is_early:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return (model(x) - y).square().mean().item()
+
+
+def test_adam_hides_that_gradients_were_clipped_too_early() -> None:
+    sgd, adam = torch.optim.SGD, torch.optim.Adam
+    at_first = loss_after(sgd, False, steps=0)
+    assert loss_after(sgd, False) < 0.1 * at_first
+    assert loss_after(sgd, True) > 0.99 * at_first
+    assert loss_after(adam, False) < 0.7 * at_first
+    assert loss_after(adam, True) < 0.7 * at_first
+
+
 def no_unscaling(model: torch.nn.Module, optimizer: Any, scaler: Any) -> None:
     """Clip gradients that are still scaled."""
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)

@@ -1,6 +1,7 @@
 """Chapter 03, the rules: the sampler, BatchNorm, unused layers and two forwards."""
 
 import contextlib
+import copy
 import io
 import statistics
 import sys
@@ -454,6 +455,34 @@ def test_settings_make_of_unused_layers_what_the_table_says(
         assert len(by_rank[rank]) == len(due)
         for number in range(len(due)):
             assert by_rank[rank][number].startswith(due[number] or "no such rank")
+
+
+def gradients_in_views() -> list[bool]:
+    """Leave out the middle of three layers, each in a bucket of its own.
+
+    Return whether the last layer has the mean over the ranks, and the first this rank's
+    own gradient, divided.
+    """
+    torch.manual_seed(0)
+    plain: Any = unused_parameters.Detour(torch.nn.Linear(4, 4) for _ in range(3))
+    ddp = DistributedDataParallel(
+        copy.deepcopy(plain), bucket_cap_mb=1e-6, gradient_as_bucket_view=True
+    )
+    torch.manual_seed(dist.get_rank())
+    inputs, used = torch.randn(5, 4), torch.randn(5, 4)
+    ddp(used, True).backward()  # buckets are laid out anew after the first step
+    ddp.zero_grad()
+    ddp(inputs, False).backward()
+    plain(inputs, False).backward()
+    mean = plain[2].weight.grad.clone()
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    last, first = ddp.module[2].weight.grad, ddp.module[0].weight.grad
+    own = plain[0].weight.grad / dist.get_world_size()
+    return [torch.allclose(last, mean), torch.allclose(first, own)]
+
+
+def test_with_bucket_views_some_gradients_are_means(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(gradients_in_views) == [[True, True]] * 2
 
 
 def test_a_silent_step_is_followed_by_the_error(worker_pool: WorkerPool) -> None:
