@@ -528,6 +528,8 @@ def test_agreement_leaves_room_for_rounding_only() -> None:
     assert agrees("all_reduce AVG", [36.99999999999999, 1.0], rows, 0, 1)
     assert agrees("reduce", [1.0], rows, 0, 1)  # undefined but on the root
     assert not agrees("reduce", [1.0], rows, 1, 1)
-    assert not agrees("all_reduce AVG", [36.9999, 1.0], rows, 0, 1)
+    # In float64 a sum of such numbers in another order is 1e-15 of it off.
+    assert agrees("all_reduce AVG", [37 * (1 - 0.9e-9), 1.0], rows, 0, 1)
+    assert not agrees("all_reduce AVG", [37 * (1 - 1.1e-9), 1.0], rows, 0, 1)
     assert not agrees("all_reduce AVG", [float("nan"), 1.0], rows, 0, 1)
     assert not agrees("all_reduce AVG", [37.0], rows, 0, 1)
