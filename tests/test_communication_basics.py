@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import runpy
 import time
 import warnings
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.run import config_from_args, get_args_parser
 
 from launch import ROOT, clean_environment, python, torchrun
 from lessons import run_lesson
@@ -520,6 +522,18 @@ def test_two_names_are_deprecated(worker_pool: WorkerPool) -> None:
         "all_to_all_single": [],
     }
     assert by_rank == [expected, expected]
+
+
+@pytest.mark.parametrize(("nproc", "threads"), [(1, None), (2, "1")])
+def test_torchrun_sets_threads_for_several_ranks_only(
+    monkeypatch: pytest.MonkeyPatch, nproc: int, threads: str | None
+) -> None:
+    # So that monkeypatch takes away in the end what torchrun sets.
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    del os.environ["OMP_NUM_THREADS"]
+    words = [f"--nproc-per-node={nproc}", "script.py"]
+    config_from_args(get_args_parser().parse_args(words))
+    assert os.environ.get("OMP_NUM_THREADS") == threads
 
 
 def test_agreement_leaves_room_for_rounding_only() -> None:
