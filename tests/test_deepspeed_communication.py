@@ -5,6 +5,7 @@ import io
 import itertools
 import logging
 import re
+import tempfile
 import time
 from typing import Any
 from unittest import mock
@@ -370,6 +371,106 @@ def test_gradients_that_are_sharded_cannot_wait_for_the_last_micro_batch(
         assert [stage for stage, answer in answers.items() if not answer] == [0, 1]
         for stage in (2, 3):
             assert "no_sync context manager is incompatible" in answers[stage]
+
+
+def coalesced_step(stage: int, is_coalesced: bool) -> tuple[dict[str, int], float]:
+    """Take a step of three micro-batches; return the bytes sent, and the norm."""
+    forget_earlier_group()
+    import deepspeed
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 3,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage},
+    }
+    load_chapter(CHAPTER)["deepspeed_setup"].prepare(config)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64, bias=False)
+    engine: Any = deepspeed.initialize(model=model, config=config)[0]
+    inputs = torch.randn(3, 1, 64) * (dist.get_rank() + 1)
+    with load_chapter(ROOM)["traffic"].CollectiveCounter() as counter:
+        if is_coalesced:
+            with engine.coalesce_grad_reduction():
+                for micro_batch in inputs:
+                    engine.backward(engine(micro_batch).square().sum())
+            engine.set_gradient_accumulation_boundary(True)
+            engine.step()
+        else:
+            for micro_batch in inputs:
+                engine.backward(engine(micro_batch).square().sum())
+                engine.step()
+    norm, steps = float(engine.get_global_grad_norm()), engine.global_steps
+    engine.destroy()
+    assert steps == 1
+    return {name: sum(calls) for name, calls in counter.calls.items()}, norm
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_coalesced_gradients_are_sent_once_a_step(
+    zero_pools: Pools, stage: int
+) -> None:
+    run, nbytes = zero_pools(2).run, 4 * 64 * 64
+    call = {2: "all_reduce", 3: "reduce_scatter"}[stage]
+    (one_by_one, norm), _ = run(coalesced_step, stage, False, world_size=2)
+    (coalesced, same), _ = run(coalesced_step, stage, True, world_size=2)
+    few = 100  # bytes: the norm, too, is all-reduced
+    assert 3 * nbytes <= one_by_one[call] < 3 * nbytes + few
+    assert nbytes <= coalesced[call] < nbytes + few
+    assert norm > 1 and same == pytest.approx(norm, rel=1e-5)
+
+
+def weights_and_buffers_after_initialize() -> list[tuple[float, float]]:
+    """Return by stage a weight and a buffer, which begin as this rank's number."""
+    forget_earlier_group()
+    import deepspeed
+
+    found = []
+    for stage in range(4):
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "Adam"},
+            "zero_optimization": {"stage": stage},
+        }
+        load_chapter(CHAPTER)["deepspeed_setup"].prepare(config)
+        model = torch.nn.BatchNorm1d(4)
+        torch.nn.init.constant_(model.weight, dist.get_rank())
+        torch.nn.init.constant_(model.get_buffer("running_mean"), dist.get_rank())
+        engine: Any = deepspeed.initialize(model=model, config=config)[0]
+        with deepspeed.zero.GatheredParameters(model.weight, enabled=stage == 3):
+            weight = model.weight[0].item()
+        found.append((weight, model.get_buffer("running_mean")[0].item()))
+        engine.destroy()
+    return found
+
+
+def test_initialize_copies_rank_zero_s_weights_and_no_buffers(
+    zero_pools: Pools,
+) -> None:
+    by_rank = zero_pools(2).run(weights_and_buffers_after_initialize, world_size=2)
+    assert by_rank == [[(0.0, 0.0)] * 4, [(0.0, 1.0)] * 4]
+
+
+def start_on_two_hosts_without_pdsh() -> str:
+    """Return what the deepspeed command says of a hostfile of two, without `pdsh`."""
+    forget_earlier_group()
+    from deepspeed.launcher import multinode_runner, runner
+
+    with tempfile.NamedTemporaryFile("w") as hosts:
+        hosts.write("node0 slots=2\nnode1 slots=2\n")
+        hosts.flush()
+        words = [f"--hostfile={hosts.name}", "--no_ssh_check", "--master_addr=node0"]
+        with mock.patch.object(multinode_runner.shutil, "which", return_value=None):
+            try:
+                runner.main([*words, "script.py"])
+            except RuntimeError as error:
+                return str(error)
+    return ""
+
+
+def test_deepspeed_reaches_other_machines_by_pdsh(zero_pools: Pools) -> None:
+    said = zero_pools(2).run(start_on_two_hosts_without_pdsh, world_size=2)
+    assert said == ["launcher 'pdsh' not installed."] * 2
 
 
 def count_collectives() -> dict[str, tuple[list[int], int]]:

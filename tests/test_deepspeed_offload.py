@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.cpp_extension import get_default_build_root
 
 from launch import ROOT, torchrun
@@ -92,6 +93,85 @@ def offload_everything(folder: str) -> str:
     """Be a rank of offload.py with a disk that needs no compiler."""
     with plain_disk():
         return run_zero_lesson(ROOM, "offload", disk=Path(folder))
+
+
+def adam_of_an_offloaded_engine() -> dict[str, str]:
+    """Return which Adam each config leads to, or how it is refused."""
+    forget_earlier_group()
+    load_chapter(ROOM)["deepspeed_setup"].prepare({})
+    import deepspeed.ops.adam
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    class OwnAdam:
+        """Stands for the optimizer that would have to be compiled."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            """Build nothing."""
+            raise LookupError("DeepSpeed's own")
+
+    found, force = {}, {"zero_force_ds_cpu_optimizer": False}
+    for name, settings in {
+        "as it comes": {"optimizer": {"type": "Adam"}},
+        "not forced": {"optimizer": {"type": "Adam"}, **force},
+        "torch_adam": {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}},
+        "yours": {},
+        "yours, not forced": force,
+    }.items():
+        model: Any = torch.nn.Linear(4, 4)
+        yours: Any = torch.optim.AdamW(model.parameters()) if "yours" in name else None
+        config: Any = {"train_micro_batch_size_per_gpu": 1, **settings}
+        config["zero_optimization"] = {"stage": 2, **HOST}
+        with mock.patch.object(deepspeed.ops.adam, "DeepSpeedCPUAdam", OwnAdam):
+            try:
+                engine: Any = deepspeed.initialize(
+                    model=model,
+                    model_parameters=model.parameters(),
+                    optimizer=yours,
+                    config=config,
+                )[0]
+            except (LookupError, ZeRORuntimeException) as error:
+                found[name] = error.args[0]
+            else:
+                found[name] = type(engine.optimizer.optimizer).__name__
+                engine.destroy()
+    return found
+
+
+def dtypes_of_offloaded_gradients(stage: int) -> set[torch.dtype]:
+    """Return the dtypes in which gradients are copied to the fp32 ones of the host."""
+    forget_earlier_group()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam"},
+        "zero_optimization": {"stage": stage, **HOST},
+    }
+    load_chapter(ROOM)["deepspeed_setup"].prepare(config)
+    import deepspeed
+
+    engine: Any = deepspeed.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
+    copied: list[tuple[int, torch.dtype]] = []
+
+    class Copies(TorchDispatchMode):
+        """Notes into which memory tensors are copied, and of which dtype they are."""
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            """Note a copy, and make it."""
+            if func is torch.ops.aten.copy_.default:
+                copied.append((args[0].untyped_storage().data_ptr(), args[1].dtype))
+            return func(*args, **(kwargs or {}))
+
+    with Copies():
+        inputs = torch.ones(1, 64, dtype=torch.bfloat16)
+        engine.backward(engine(inputs).float().sum())
+    name = "fp32_partitioned_groups_flat"
+    name = name if stage == 3 else "single_partition_of_fp32_groups"
+    masters = getattr(engine.optimizer, name)
+    places = {p.grad.untyped_storage().data_ptr() for p in masters}
+    engine.destroy()
+    return {dtype for place, dtype in copied if place in places}
 
 
 def losses_with_clipping(folder: str) -> dict[str, tuple[list[float], set[float]]]:
@@ -245,6 +325,26 @@ def test_offload_notices_what_has_stayed_on_the_device() -> None:
     }
     faults = load_chapter(ROOM)["offload"].find_faults(found)
     assert faults == ["optimizer state: only 0 bytes have left the device"]
+
+
+def test_offload_takes_deepspeed_s_adam_unless_told(zero_pools: Pools) -> None:
+    by_rank = zero_pools(2).run(adam_of_an_offloaded_engine, world_size=2)
+    assert len(by_rank) == 2
+    for found in by_rank:
+        refusal = found.pop("yours")
+        assert "ZeRO-Offload with a client provided optimizer" in refusal
+        assert found == {
+            "as it comes": "DeepSpeed's own",
+            "not forced": "DeepSpeed's own",
+            "torch_adam": "AdamW",
+            "yours, not forced": "AdamW",
+        }
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_go_to_the_host_in_fp32(zero_pools: Pools, stage: int) -> None:
+    by_rank = zero_pools(2).run(dtypes_of_offloaded_gradients, stage, world_size=2)
+    assert by_rank == [{torch.float32}] * 2
 
 
 def is_async_io_compiled() -> bool:

@@ -585,6 +585,29 @@ def test_bytes_of_three_ways_and_where_they_cross(worker_pool: WorkerPool) -> No
     assert min(sent[128], key=sent[128].__getitem__) == "data"
 
 
+def messages_of_a_pipeline() -> tuple[str, list[tuple[int, ...]]]:
+    """Run three_ways.py with six samples; return the first line, and what is sent."""
+    sent, isend = [], dist.isend
+
+    def note(tensor: torch.Tensor, *to: Any, **named: Any) -> Any:
+        sent.append(tuple(tensor.shape))
+        return isend(tensor, *to, **named)
+
+    with mock.patch.object(dist, "isend", note):
+        code, said = three_ways_with("", samples=6)
+    assert code == 0
+    return said.split("\n")[0], sent
+
+
+def test_pipeline_of_three_ways_sends_four_micro_batches(
+    worker_pool: WorkerPool,
+) -> None:
+    (said, *_), (_, backward) = worker_pool.run(messages_of_a_pipeline)
+    assert said == "41,792 parameters, 8 samples of 16 tokens"  # all equally large
+    # Two steps: the first connects.
+    assert backward == [(2, 16, 32)] * 2 * 4
+
+
 @pytest.mark.parametrize("fault", ["no sum", "half"])
 def test_three_ways_notice(worker_pool: WorkerPool, fault: str) -> None:
     ends = worker_pool.run(three_ways_with, fault)

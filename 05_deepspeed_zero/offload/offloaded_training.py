@@ -24,8 +24,6 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
     # With clipping, an offloaded state ends in other last bits: see the page.
     "gradient_clipping": 0.0,
-    # Without this DeepSpeed insists on its own Adam for the CPU, and compiles it.
-    "zero_force_ds_cpu_optimizer": False,
 }
 # In values: room for one layer. The defaults are for much larger models.
 ZERO: dict[str, Any] = {
