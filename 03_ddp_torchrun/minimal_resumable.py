@@ -23,7 +23,7 @@ from model import GPT, GPTConfig
 EPOCHS, BATCH_SIZE, ACCUMULATE, FILE = 2, 16, 2, Path("run.pt")
 
 
-def train_epoch(
+def train_one_epoch(
     model: Any, optimizer: Any, schedule: Any, loader: DataLoader, device: torch.device
 ) -> None:
     """Take a step, with one all-reduce, for every `ACCUMULATE` batches of a rank."""
@@ -41,7 +41,7 @@ def train_epoch(
 
 
 @torch.no_grad()
-def evaluate(model: Any, dataset: WindowDataset, device: torch.device) -> float:
+def validation_loss(model: Any, dataset: WindowDataset, device: torch.device) -> float:
     """Return the mean loss over all samples, each counted once; every rank calls it."""
     total = torch.zeros(2, device=device)  # the sum of the losses, and their number
     shard = range(dist.get_rank(), len(dataset), dist.get_world_size())
@@ -80,8 +80,8 @@ def main() -> None:
     for epoch in range(first_epoch, EPOCHS):
         sampler.set_epoch(epoch)  # another order in each epoch
         torch.manual_seed(epoch * world_size + rank)  # of dropout; resumed, the same
-        train_epoch(ddp_model, optimizer, schedule, loader, device)
-        loss = evaluate(model, test_set, device)
+        train_one_epoch(ddp_model, optimizer, schedule, loader, device)
+        loss = validation_loss(model, test_set, device)
         if rank == 0:
             print(f"epoch {epoch} | validation loss {loss:.3f}")
             state = {name: part.state_dict() for name, part in parts.items()}

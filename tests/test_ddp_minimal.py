@@ -116,7 +116,7 @@ def resumable(
     config = partial(module.GPTConfig, layers=1, width=32, heads=2, dropout=dropout)
     local_size = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
     output, path = io.StringIO(), Path(folder, "run.pt")
-    evaluate, save, called = module.evaluate, torch.save, []
+    evaluate, save, called = module.validation_loss, torch.save, []
 
     def evaluate_or_die(*arguments: Any) -> float:
         called.append("evaluate")
@@ -141,7 +141,7 @@ def resumable(
         mock.patch.dict(os.environ, local_size),
         mock.patch.object(torch.distributed, "init_process_group"),
         mock.patch.multiple(module, GPTConfig=config, FILE=path, BATCH_SIZE=batch_size),
-        mock.patch.object(module, "evaluate", evaluate_or_die),
+        mock.patch.object(module, "validation_loss", evaluate_or_die),
         mock.patch.object(torch, "save", save_or_die),
         contextlib.redirect_stdout(output),
         contextlib.suppress(Died),
@@ -216,7 +216,7 @@ def steps_of_an_epoch() -> tuple[float, int, list[Any]]:
         wrapper, "no_sync", autospec=True, side_effect=wrapper.no_sync
     )
     with no_sync as told, mock.patch.object(torch.nn.utils, "clip_grad_norm_") as clip:
-        module.train_epoch(
+        module.train_one_epoch(
             wrapper(model), optimizers[0], mock.Mock(), mine, torch.device("cpu")
         )
     for first in (0, 2):
@@ -251,7 +251,7 @@ def loss_by_hand_and_evaluated() -> tuple[float, float]:
     losses = [
         model(x[None], y[None]).item() for _, x, y in (samples[i] for i in range(5))
     ]
-    return sum(losses) / 5, module.evaluate(model, samples, torch.device("cpu"))
+    return sum(losses) / 5, module.validation_loss(model, samples, torch.device("cpu"))
 
 
 def test_each_sample_counts_once_in_an_evaluation(worker_pool: WorkerPool) -> None:
