@@ -31,6 +31,12 @@ def run_causal_lm(fault: str, *words: str) -> tuple[Any, str]:
     """Be a rank of causal_lm.py, perhaps with a fault; return how it ends."""
     lesson: Any = load_chapter(ROOM)["causal_lm"]
     load, save, output = lesson.load_in_shards, lesson.save_whole, io.StringIO()
+    real = lesson.write_checkpoint
+
+    def written(folder: str) -> None:
+        # The lesson is not in a group yet, in which rank 0 alone would write.
+        with mock.patch.object(dist, "is_initialized", return_value=False):
+            real(folder)
 
     def loaded(*arguments: Any) -> Any:
         model = load(*arguments)
@@ -51,6 +57,7 @@ def run_causal_lm(fault: str, *words: str) -> tuple[Any, str]:
 
     with (
         in_the_pool(lesson, *words),
+        mock.patch.object(lesson, "write_checkpoint", written),
         mock.patch.object(lesson, "load_in_shards", loaded),
         mock.patch.object(lesson, "save_whole", saved),
         contextlib.redirect_stdout(output),

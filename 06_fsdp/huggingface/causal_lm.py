@@ -50,16 +50,17 @@ def train_alone(name: str, batches: list[Tensor]) -> list[float]:
 
 def main(options: argparse.Namespace) -> None:
     """Load, train and save in shards; compare with one process, and what it loads."""
+    if options.model and not options.save:
+        fail("--model needs --save=FOLDER, too")
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as own:
-        # Before `join`, or what saving imports (deepspeed, say) would keep the group.
+        # Every rank has its own. In a group rank 0 alone would write, and what saving
+        # imports (deepspeed, say) would keep the group.
         write_checkpoint(own)
         try:
             build_on_meta(options.model or own)
         except (OSError, ValueError) as error:
             fail(str(error).splitlines()[0])
-        if options.model and not options.save:
-            fail("--model needs --save=FOLDER, too")
         device = join(at_least=2)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         batches = [tokens.to(device) for tokens in read_batches(4, 6 * world_size, 64)]
