@@ -598,6 +598,51 @@ def test_loss_outside_the_model_has_more_than_the_digits_of_bf16(
         assert 1e-7 < abs(loss - exact) < 2e-3
 
 
+def gradient_of_a_step(path: Path) -> tuple[float, float, float]:
+    """Take finetune.py's first step; compare its gradient with one process's.
+
+    Return the norm of one process's, and how far the step's gradient is from it, and
+    from it clipped to 1, as shares of the norms.
+    """
+    lesson: Any = load_chapter(CHAPTER)["finetune"]
+    weights = torch.load(path)
+    torch.manual_seed(0)
+    inputs = torch.randint(256, (8, 128))
+    labels = torch.zeros_like(inputs)  # all alike: a long gradient
+    plain = lesson.GPT(small_gpt())
+    plain.load_state_dict(weights)
+    plain(inputs, labels).backward()
+    whole = torch.cat([p.grad.flatten() for p in plain.parameters()])
+    taken: list[torch.Tensor] = []
+    with (
+        mock.patch.object(lesson, "FILE", path),
+        mock.patch.object(lesson, "GPTConfig", small_gpt),
+    ):
+        run = lesson.start(torch.device("cpu"))
+
+    def step() -> None:
+        gradients = [p.grad.full_tensor().flatten() for p in run.model.parameters()]
+        taken.append(torch.cat(gradients))
+
+    with mock.patch.object(run.optimizer, "step", step):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        lesson.finetune_step(run, inputs.chunk(n)[rank], labels.chunk(n)[rank])
+    norm, (gradient,) = whole.norm(), taken
+    apart = torch.dist(gradient, whole) / norm, torch.dist(gradient, whole / norm)
+    return norm.item(), apart[0].item(), apart[1].item()
+
+
+def test_finetune_clips_by_the_norm_of_all_shards(
+    worker_pool: WorkerPool, file_of_weights: Path
+) -> None:
+    found = worker_pool.run(gradient_of_a_step, file_of_weights)
+    assert len(found) == 2
+    for norm, unclipped, clipped in found:
+        # bf16 is off by some hundredths; a rank's shards alone have a smaller norm.
+        assert norm > 4 and clipped < 0.1 and unclipped > 0.7
+    assert found[0] == found[1]
+
+
 def test_only_rank_0_reads_the_file_and_each_keeps_its_shards(
     worker_pool: WorkerPool, file_of_weights: Path
 ) -> None:
@@ -807,6 +852,52 @@ def test_gradient_of_a_setting_is_held_to_a_millionth(worker_pool: WorkerPool) -
     assert ends[0] == (0, f"check: {claim}")
     ends = worker_pool.run(gradient_off_by, 1e-3, world_size=4)
     assert [code for code, _ in ends] == [1] * 4 and claim in ends[0][1]
+
+
+def test_hybrid_sharding_gathers_among_neighbours_and_reduces_across(
+    worker_pool: WorkerPool,
+) -> None:
+    outputs = worker_pool.run(run_lesson, SETTINGS, "hybrid_sharding", world_size=4)
+    *rows, check = outputs[0].splitlines()
+    row = r"  (\S+) +\| ranks (\(.*\)) \| (\S+) bytes a parameter"
+    found = [m.groups() if (m := re.fullmatch(row, line)) else line for line in rows]
+    # A ring sends (n - 1) / n of a message, an all-reduce twice that; 4 bytes a number.
+    # The blocks' weights are gathered twice, the root's once.
+    whole, pair, twins = "(0, 1, 2, 3)", "(0, 1)", "(0, 2)"
+    weight = "a weight is (Replicate(), Shard(dim=0))"
+    assert found == [
+        f"mesh (1, 4): {weight}",
+        ("all-gather", whole, "5.7"),
+        ("reduce-scatter", whole, "3.0"),
+        f"mesh (2, 2): {weight}",
+        ("all-gather", pair, "3.8"),
+        ("reduce-scatter", pair, "2.0"),
+        ("all-reduce", twins, "2.0"),
+        f"mesh (4, 1): {weight}",
+        ("all-reduce", whole, "6.0"),
+    ]
+    assert check.startswith("check: the gradient of one process")
+
+
+def ending_of_hybrid(fault: str) -> tuple[Any, str]:
+    """Run hybrid_sharding.py with replicas that send nothing, or a wrong gradient."""
+    lesson = load_chapter(SETTINGS)["hybrid_sharding"]
+    real = lesson.fully_shard
+
+    def shard(module: Any, mesh: Any) -> Any:
+        if fault == "replicas apart":
+            return real(module, mesh=mesh["shard"])
+        if isinstance(module, lesson.GPT):
+            module.register_forward_hook(lambda *call: call[2] * 1.001)
+        return real(module, mesh=mesh)
+
+    return ending(SETTINGS, "hybrid_sharding", fully_shard=shard)
+
+
+@pytest.mark.parametrize("fault", ["replicas apart", "off by a thousandth"])
+def test_hybrid_sharding_notices(worker_pool: WorkerPool, fault: str) -> None:
+    ends = worker_pool.run(ending_of_hybrid, fault, world_size=4)
+    assert_failed(ends, "the gradient of one process")
 
 
 def test_prefetched_are_the_next_blocks_nearest_first() -> None:

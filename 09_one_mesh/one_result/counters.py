@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -61,13 +61,13 @@ class Call(NamedTuple):
     name: str
     dtype: torch.dtype
     nbytes: int
-    ranks: int
+    ranks: tuple[int, ...]
 
     @property
     def sent(self) -> float:
         """Bytes that this rank has to send for it."""
-        times = dict(COLLECTIVES.values()).get(self.name, 1)
-        return times * self.nbytes * (self.ranks - 1) / self.ranks
+        times, n = dict(COLLECTIVES.values()).get(self.name, 1), len(self.ranks)
+        return times * self.nbytes * (n - 1) / n
 
 
 class CollectiveLog(TorchDispatchMode):
@@ -89,7 +89,7 @@ class CollectiveLog(TorchDispatchMode):
             tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
             message = max(tensors, key=lambda tensor: tensor.nbytes)
             boxed = next(a for a in args if isinstance(a, torch.ScriptObject))
-            ranks = ProcessGroup.unbox(boxed).size()
+            ranks = tuple(get_process_group_ranks(ProcessGroup.unbox(boxed)))
             known, _ = COLLECTIVES.get(name, (name, 1))
             self.calls.append(Call(known, message.dtype, message.nbytes, ranks))
         return func(*args, **(kwargs or {}))

@@ -1,0 +1,86 @@
+"""Fine-tune a Hugging Face causal language model in shards.
+
+Run: torchrun --nproc-per-node=2 06_fsdp/huggingface/causal_lm.py
+Expect: the losses of one process, before and after the model is saved. --bf16 computes
+    in bf16. --model=NAME_OR_PATH trains your own, and compares nothing.
+"""
+
+import argparse
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from ranks import check, fail, gather, join, leave, read_options, say
+from shard_causal_lm import build_on_meta, load_in_shards, save_whole
+from tiny_qwen import read_batches, write_checkpoint
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "model": {"metavar": "NAME_OR_PATH", "help": "a checkpoint in safetensors"},
+    "save": {"metavar": "FOLDER", "help": "where to save what was trained"},
+    "bf16": {"action": "store_true", "help": "gather weights and compute in bf16"},
+}
+
+
+def finetune(model: Any, batches: list[Tensor]) -> list[float]:
+    """Take a step on each batch (B, T); return the losses, averaged over ranks."""
+    losses, optimizer = [], torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for tokens in batches:
+        # It shifts the labels itself, and computes the loss in float32.
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss.detach(), op=dist.ReduceOp.AVG)  # `loss` is now the mean
+        losses.append(loss.item())
+    return losses
+
+
+def train_alone(name: str, batches: list[Tensor]) -> list[float]:
+    """Load a checkpoint whole, as one process does, and train it."""
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    return finetune(model.to(batches[0].device).train(), batches)
+
+
+def main(options: argparse.Namespace) -> None:
+    """Load, train and save in shards; compare with one process, and what it loads."""
+    if options.model and not options.save:
+        fail("--model needs --save=FOLDER, too")
+    disable_progress_bar()
+    with tempfile.TemporaryDirectory() as own:
+        # Every rank has its own. In a group rank 0 alone would write, and what saving
+        # imports (deepspeed, say) would keep the group.
+        write_checkpoint(own)
+        try:
+            build_on_meta(options.model or own)
+        except (OSError, ValueError) as error:
+            fail(str(error).splitlines()[0])
+        device = join(at_least=2)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        batches = [tokens.to(device) for tokens in read_batches(4, 6 * world_size, 64)]
+        mine = [tokens.chunk(world_size)[rank] for tokens in batches]
+        lower = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        policy = lower if options.bf16 else MixedPrecisionPolicy()
+        model = load_in_shards(options.model or own, device, policy)
+        losses = finetune(model, mine)
+        for step, loss in enumerate(losses, start=1):
+            say(f"step {step} | loss {loss:.3f}")
+        saved = options.save or gather(f"{own}/saved")[0]
+        save_whole(model, saved)
+        if not options.model:  # each rank has memory for all of it
+            losses += finetune(model, mine[:1])
+            due = train_alone(own, batches) + train_alone(saved, batches[:1])
+            apart = max(abs(a - b) for a, b in zip(losses, due, strict=True))
+            claim = "the losses of one process, and of the saved model on one process"
+            check(apart < (0.02 if options.bf16 else 1e-5), claim)
+    leave()
+
+
+if __name__ == "__main__":
+    main(read_options(**OPTIONS))
