@@ -602,6 +602,87 @@ def test_six_trainers_share_a_table_of_30_rows_of_8(tmp_path: Path) -> None:
     assert result.stdout.splitlines() == ["moved True", *lines]
 
 
+# As supervision/README.md says: both parts are saved between two barriers.
+SAVE_BOTH = """
+import sys
+from itertools import islice
+
+sys.path.insert(0, {chapter!r})
+import torch
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
+from torch.distributed.nn import RemoteModule
+from torch.distributed.optim import DistributedOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import classifier
+import roles
+import train
+from pathlib import Path
+from ranks import gather
+from table_file import load_table, save_table
+
+FOLDER, LR, STEPS = Path({folder!r}), 0.1, 20
+
+
+def save_here(weight):
+    save_table(FOLDER / "table.pt", weight.local_value().detach())
+
+
+def be_trainer(table):
+    dense = DistributedDataParallel(classifier.dense_part())
+    model = classifier.HybridModel(table, dense)
+    (weight,) = table.remote_parameters()
+    parameters = [weight, *map(rpc.RRef, dense.parameters())]
+    optimizer = DistributedOptimizer(classifier.EagerSGD, parameters, lr=LR)
+    samples, rank = classifier.load_samples()[0], dist.get_rank()
+    for step, batch in enumerate(islice(samples.batches(16, rank, 2), STEPS)):
+        train.hybrid_step(model, optimizer, batch)
+        dist.barrier()  # synchronous, or the end would be a matter of luck
+        if step == STEPS // 2 - 1:
+            if rank == 0:
+                torch.save(dense.module.state_dict(), FOLDER / "dense.pt")
+                rpc.rpc_sync(roles.SERVER, save_here, args=(weight,))
+            dist.barrier()
+    return weight.to_here().detach()
+
+
+def error_of_resumed(expected, dense):
+    alone = classifier.HybridModel(classifier.Table(2**15, 32, 0), dense)
+    alone.table.load_state_dict(dict(weight=load_table(FOLDER / "table.pt")))
+    samples = classifier.load_samples()[0]
+    of_each = [islice(samples.batches(16, r, 2), STEPS // 2, STEPS) for r in range(2)]
+    classifier.train_in_one_process(alone, zip(*of_each), LR, 2 * LR)
+    return (alone.table.weight - expected).abs().max().item()
+
+
+def be_master(_):
+    table = RemoteModule(roles.SERVER, classifier.Table, (2**15, 32, 0))
+    end = roles.on_all_trainers(2, be_trainer, table)[0]
+    dense = classifier.dense_part()
+    print(error_of_resumed(end, dense))
+    dense = classifier.dense_part()
+    dense.load_state_dict(torch.load(FOLDER / "dense.pt"))
+    print(error_of_resumed(end, dense))
+
+
+if __name__ == "__main__":
+    roles.start_roles(roles.names_of_roles(2), be_master)
+"""
+
+
+@pytest.mark.slow
+def test_both_parts_saved_between_two_barriers_resume_together(tmp_path: Path) -> None:
+    script = tmp_path / "save_both.py"
+    chapter = str(ROOT / CHAPTER)
+    script.write_text(SAVE_BOTH.format(chapter=chapter, folder=str(tmp_path)))
+    result = python(script)
+    assert result.returncode == 0, result.output
+    of_table_alone, of_both = map(float, result.stdout.splitlines())
+    assert of_both < 1e-5
+    assert of_table_alone > 1e-3  # the dense part of the start
+
+
 @pytest.mark.slow
 def test_a_dense_part_outside_ddp_is_noticed(tmp_path: Path) -> None:
     copy = tmp_path / CHAPTER
