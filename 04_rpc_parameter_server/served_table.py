@@ -236,8 +236,7 @@ def check_trainers(model: HybridModel, options: Namespace, steps: int) -> list[s
     known = f"{wrong} of these had not" if wrong else "all of these had"
     lines = [
         f"the dense weights of {world_size} trainer(s) are {equal}",
-        "the table's gradient differs from local autograd's by at most "
-        f"{error:.0e} {limit}",
+        f"the table's gradient is within {error:.0e} of local autograd's {limit}",
         f"{len(moved)} of {options.rows} rows have moved; {known} been looked up",
     ]
     apart = 0.0
@@ -245,8 +244,10 @@ def check_trainers(model: HybridModel, options: Namespace, steps: int) -> list[s
         dense = [weight.detach().cpu() for weight in model.dense.parameters()]
         again = options, steps, dense
         apart = rpc.rpc_sync(SERVER, error_of_one_trainer, again, timeout=0)
-        text = f"after {steps} steps the weights differ from one process's by at most"
-        lines.append(f"{text} {apart:.0e} {limit}")
+        text = (
+            f"after {steps} steps all weights are within {apart:.0e} of one process's"
+        )
+        lines.append(f"{text} {limit}")
     is_right = are_equal and error < LIMIT and apart < LIMIT
     if not (is_right and len(moved) and not wrong):
         raise RuntimeError(f"the lesson has gone wrong: {'; '.join(lines)}")

@@ -99,8 +99,8 @@ def main(steps: int) -> None:
     pairs = [(own, alone.get_parameter("table.weight")[rank::n])]
     pairs += zip(model.dense.parameters(), alone.dense.parameters(), strict=True)
     apart = max((mine - other).abs().max().item() for mine, other in pairs)
-    claim = f"after {steps} steps the weights differ from one process's by at most"
-    check(apart < 1e-5, f"{claim} {max(gather(apart)):.0e} (limit 1e-05)")
+    within = f"within {max(gather(apart)):.0e} of one process's (limit 1e-05)"
+    check(apart < 1e-5, f"after {steps} steps all weights are {within}")
     leave()
 
 

@@ -69,7 +69,7 @@ def main() -> None:
             hurts &= lr < 0.1 or ends == sorted(set(ends))
     if apart > LIMIT or not hurts:
         fail(f"{apart} from one process, or later is not always worse: {hurts}")
-    text = f"0 steps late, losses differ from one process's by at most {apart:.0e}"
+    text = f"0 steps late, each loss is within {apart:.0e} of one process's"
     print(f"check: {text} (limit {LIMIT:.0e})")
     print("check: with the rate 0.2 each further delay has raised the loss")
 
