@@ -36,7 +36,7 @@ def train_late(batches: list[Batch], lr: float, lag: int, is_all: bool) -> list[
     model, losses = HybridModel(Table(ROWS, WIDTH, seed=0), dense_part()), []
     optimizer = torch.optim.SGD(model.parameters(), lr)
     late = list((model if is_all else model.table).parameters())
-    under_way: deque[list[torch.Tensor | None]] = deque([[None] * len(late)] * lag)
+    under_way: deque[list] = deque([[None] * len(late)] * lag)
     for indices, offsets, labels in batches:
         optimizer.zero_grad()
         loss = cross_entropy(model(indices, offsets), labels)
