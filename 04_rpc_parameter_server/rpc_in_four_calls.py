@@ -17,6 +17,27 @@ import torch.distributed.rpc as rpc
 counter = torch.zeros(2)  # each process has its own; Alice's calls change Bob's
 
 
+def stay_here() -> None:
+    """Refuse any other start; have RPC listen on this machine only."""
+    if os.environ.get("WORLD_SIZE") != "2" or len(sys.argv) > 1:
+        sys.exit(f"start it with torchrun --nproc-per-node=2 {sys.argv[0]}")
+    # RPC would listen where this host's name points to. Interface 1 is loopback.
+    os.environ["TP_SOCKET_IFNAME"] = dict(socket.if_nameindex())[1]
+    # init_rpc itself calls torch.distributed in a way that torch.distributed warns of.
+    warnings.filterwarnings("ignore", message="You are using a Backend")
+
+
+def check_calls(found: tuple, gradients: tuple, inputs: tuple) -> None:
+    """Compare what came of the calls with what should, and with local autograd."""
+    values, x = inputs
+    local = (2 * values.requires_grad_() * x).square().sum()
+    expected = torch.autograd.grad(local, (values, x))
+    is_right = all(map(torch.equal, gradients, expected))
+    if not is_right or found != ([2, 2], [0, 0], False, [1, -2, 3], None):
+        sys.exit("not all calls do what they should")
+    print("check: 4 kinds of calls; the gradients are those of local autograd")
+
+
 def add_to_counter(amount: torch.Tensor) -> torch.Tensor:
     """Add to the counter of whichever process runs this; return it."""
     return counter.add_(amount)
@@ -40,9 +61,9 @@ def be_alice() -> None:
     print(f"1. rpc_sync: bob's counter is {again.tolist()}, mine {counter.tolist()}")
 
     future = rpc.rpc_async("bob", time.sleep, args=(1.0,))  # returns at once
-    is_open = not future.done()
+    was_done = future.done()
     future.wait()
-    print(f"2. rpc_async: future open: {is_open}; after wait(): {not future.done()}")
+    print(f"2. rpc_async: done at once: {was_done}; after wait(): {future.done()}")
 
     values = torch.tensor([1.0, -2.0, 3.0])
     weight = rpc.remote("bob", torch.nn.Parameter, args=(values,))
@@ -59,23 +80,13 @@ def be_alice() -> None:
     print(f"4. backward: bob's weight got {of_weight.tolist()}, my x {of_x.tolist()}")
     print(f"   the context holds the gradients; my x.grad is {x.grad}")
 
-    local = (2 * values.requires_grad_() * x).square().sum()
-    expected = torch.stack(torch.autograd.grad(local, (values, x)))
-    is_right = torch.equal(torch.stack([of_weight, of_x]), expected) and x.grad is None
-    is_right &= is_open and counter.tolist() == [0, 0] and again.tolist() == [2, 2]
-    if not (is_right and there == [1, -2, 3]):
-        sys.exit("not all calls do what they should")
-    print("check: 4 kinds of calls; the gradients are those of local autograd")
+    found = again.tolist(), counter.tolist(), was_done, there, x.grad
+    check_calls(found, (of_weight, of_x), (values, x))
 
 
 def main() -> None:
     """Be Alice, who calls, or Bob, who only has to be there."""
-    if os.environ.get("WORLD_SIZE") != "2" or len(sys.argv) > 1:
-        sys.exit(f"start it with torchrun --nproc-per-node=2 {sys.argv[0]}")
-    # RPC would listen where this host's name points to. Interface 1 is loopback.
-    os.environ["TP_SOCKET_IFNAME"] = dict(socket.if_nameindex())[1]
-    # init_rpc itself calls torch.distributed in a way that torch.distributed warns of.
-    warnings.filterwarnings("ignore", message="You are using a Backend")
+    stay_here()
     # torchrun sets RANK, and the address at which both find each other.
     rank = int(os.environ["RANK"])
     rpc.init_rpc(["alice", "bob"][rank], rank=rank, world_size=2)

@@ -233,18 +233,20 @@ def check_trainers(model: HybridModel, options: Namespace, steps: int) -> list[s
     are_equal = same_on_all_ranks(model.dense.parameters())
     equal = "equal" if are_equal else "NOT equal"
     limit = f"(limit {LIMIT:.0e})"
+    known = f"{wrong} of these had not" if wrong else "all of these had"
     lines = [
         f"the dense weights of {world_size} trainer(s) are {equal}",
-        f"the table's gradient is {error:.0e} from local autograd's {limit}",
-        f"{len(moved)} of {options.rows} rows have moved, "
-        f"{wrong} of them never looked up",
+        f"the table's gradient is within {error:.0e} of local autograd's {limit}",
+        f"{len(moved)} of {options.rows} rows have moved; {known} been looked up",
     ]
     apart = 0.0
     if world_size == 1:
         dense = [weight.detach().cpu() for weight in model.dense.parameters()]
         again = options, steps, dense
         apart = rpc.rpc_sync(SERVER, error_of_one_trainer, again, timeout=0)
-        text = f"{steps} steps end {apart:.0e} from those of one process alone"
+        text = (
+            f"after {steps} steps all weights are within {apart:.0e} of one process's"
+        )
         lines.append(f"{text} {limit}")
     is_right = are_equal and error < LIMIT and apart < LIMIT
     if not (is_right and len(moved) and not wrong):

@@ -57,11 +57,11 @@ class ShardedTable(nn.Module):
         numbers = torch.cat([numbers for numbers, _ in shards])
         dist.all_to_all_single(wanted, numbers, to_receive, to_send)
         # 3. Each owner sums up its rows of everybody's bags and sends these sums back.
-        # If two ranks have two bags each, lengths [[2, 0], [1, 3]] mean that `wanted`
-        # has 2 and 0 rows for rank 0's bags, then 1 and 3 for rank 1's. They begin at
-        # [2, 2, 3, 6] - [2, 0, 1, 3] = [0, 2, 2, 3].
+        # If two ranks have two bags each, lengths [[2, 0], [1, 3]] mean 2 and 0 rows
+        # for rank 0's, 1 and 3 for rank 1's: from [2, 2, 3, 6] - [2, 0, 1, 3] on.
         flat = lengths.flatten()
         sums = self.own(wanted, flat.cumsum(0) - flat)
+        # Part s holds owner s's sums for my bags: add the parts.
         return AllToAll.apply(sums).view(self.world_size, len(offsets), -1).sum(0)
 
 
@@ -70,8 +70,8 @@ def train_sharded(batches: list[Batch], rows: int) -> tuple[HybridModel, list[fl
     table = ShardedTable(draw_shard(rows, dist.get_rank(), dist.get_world_size()))
     dense = DistributedDataParallel(dense_part())
     model, losses = HybridModel(table, dense), []
-    # DDP takes the mean of the ranks' gradients. In the table those of all ranks are
-    # added up: an n-th of the rate makes a mean of that.
+    # DDP takes the mean of the ranks' gradients; the table adds them up. An n-th of the
+    # rate makes a mean of that. (SparseAdam ignores their scale: it keeps its rate.)
     of_table = {"params": table.parameters(), "lr": LR / table.world_size}
     optimizer = torch.optim.SGD([of_table, {"params": dense.parameters(), "lr": LR}])
     for indices, offsets, labels in batches:
@@ -99,8 +99,8 @@ def main(steps: int) -> None:
     pairs = [(own, alone.get_parameter("table.weight")[rank::n])]
     pairs += zip(model.dense.parameters(), alone.dense.parameters(), strict=True)
     apart = max((mine - other).abs().max().item() for mine, other in pairs)
-    claim = f"{steps} steps end {max(gather(apart)):.0e} from those of one process"
-    check(apart < 1e-5, f"{claim} (limit 1e-05)")
+    within = f"within {max(gather(apart)):.0e} of one process's (limit 1e-05)"
+    check(apart < 1e-5, f"after {steps} steps all weights are {within}")
     leave()
 
 

@@ -74,7 +74,7 @@ def be_master(place: tuple[str, int], options: Namespace) -> None:
     """Have the server make the table, start the trainers, wait for them."""
     # The file that the server resumes from may hold a table of another size.
     if problem := rpc.rpc_sync(SERVER, served_table.other_shape, (options.rows,)):
-        fail(problem)
+        fail(problem)  # prints it, and ends
     print(f"master: asking for a table of {options.rows} rows", flush=True)
     table = RemoteModule(SERVER, served_table.ServedTable, (options.rows, options.seed))
     # Each call returns at once, with a future, and may then take any time. `place` is
@@ -85,7 +85,7 @@ def be_master(place: tuple[str, int], options: Namespace) -> None:
         for rank in range(options.trainers)
     ]
     checks = torch.futures.wait_all(futures)[0]  # an error on a trainer is raised here
-    rpc.rpc_sync(SERVER, served_table.release)
+    rpc.rpc_sync(SERVER, served_table.release)  # the server may save, and end
     print("\n".join(f"master: check: {line}" for line in checks), flush=True)
 
 

@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     RendezvousTimeout,
 )
+from torch.distributed.rpc import TensorPipeRpcBackendOptions
 from torch.distributed.run import get_args_parser
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -130,6 +131,12 @@ CITED: list[tuple[str, str, object, Callable[[], object]]] = [
         "Its first steps send everything (10 here, 1,000 by default)",
         1000,
         lambda: default_of(PowerSGDState, "start_powerSGD_iter"),
+    ),
+    (
+        "04_rpc_parameter_server/README.md",
+        "longer than `timeout` seconds, 60 by default, raises an error",
+        60.0,
+        lambda: TensorPipeRpcBackendOptions().rpc_timeout,
     ),
     (
         "WHEN_IT_GOES_WRONG.md",

@@ -161,6 +161,9 @@ NOT_RUN: dict[str, list[str]] = {
         "nothing fails in it; in crashes.py above a rank does",
         "it needs a cluster; a test runs it with stand-ins for srun and scontrol",
     ],
+    "04_rpc_parameter_server/README.md": [
+        "it takes four terminals; tests/test_rpc_failures.py runs these commands",
+    ],
     "05_deepspeed_zero/README.md": ["it takes two machines"],
     "05_deepspeed_zero/huggingface/README.md": [
         "it takes two GPUs; the last section runs it on a CPU",

@@ -2,6 +2,8 @@
 
 import os
 import random
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -179,6 +181,25 @@ def test_a_signal_saves_the_table_whole(run: Run, tmp_path: Path) -> None:
     assert f"parameter server: table saved to {path}\n" in output
     assert "Traceback" not in output
     check_saved_table(path)
+    assert run.wait_until_empty(3) == []
+
+
+@pytest.mark.slow
+def test_the_commands_for_four_terminals_train_together(run: Run) -> None:
+    page = (ROOT / CHAPTER / "README.md").read_text()
+    (block,) = re.findall(r"```sh\n(.*?)```", page, re.S)
+    block = block.replace("--master-port=29604", f"--master-port={free_port()}")
+    processes = []
+    for command in block.split("\n\n"):
+        program, script, *words = shlex.split(command.replace("\\\n", " "))
+        assert (program, script) == ("python", f"{CHAPTER}/train.py")
+        processes.append(run.start(*words))
+    output = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, output
+    checks = [line for line in output[3].splitlines() if "check: " in line]
+    assert len(checks) == 3
+    assert checks[0] == "master: check: the dense weights of 2 trainer(s) are equal"
+    assert checks[2].endswith("rows have moved; all of these had been looked up")
     assert run.wait_until_empty(3) == []
 
 

@@ -115,4 +115,5 @@ def compare(tables: list[list[RemoteModule]], steps: int, rows: int) -> None:
             apart.append((end - table[number :: len(shards)]).abs().max().item())
         say(f"with {len(shards)} server(s), a step takes {1e3 * seconds:.1f} ms")
     worst = max(map(max, gather(apart)))
-    check(worst < 1e-5, f"{len(tables)} tables end {worst:.0e} from one process's")
+    claim = f"{len(tables)} tables are within {worst:.0e} of one process's"
+    check(worst < 1e-5, f"{claim} (limit 1e-05)")

@@ -1,8 +1,9 @@
 """The compiled SGD of DistributedOptimizer takes no lock, and loses updates.
 
 Run: python 04_rpc_parameter_server/staleness/lost_updates.py
-Expect: two trainers' steps under `torch.optim.SGD` undo each other; under a subclass,
-    which DistributedOptimizer does not know and runs under a lock, none is lost.
+Expect: two trainers' steps under `torch.optim.SGD` undo each other where they write to
+    the same rows; a dense gradient writes to all. Under a subclass, which
+    DistributedOptimizer does not know and runs under a lock, none is lost.
 """
 
 import logging
@@ -16,10 +17,12 @@ import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch.distributed.optim import DistributedOptimizer
+from torch.nn.functional import embedding
 
 from ranks import fail, number, read_options
 
-STEPS, ENTRIES = 50, 1_000_000
+STEPS, ROWS, WIDTH = 50, 1000, 1000
+LOWER, UPPER = torch.arange(ROWS).chunk(2)  # row numbers
 
 
 class EagerSGD(torch.optim.SGD):
@@ -28,29 +31,43 @@ class EagerSGD(torch.optim.SGD):
 
 def be_trainer(
     optimizer_class: type[torch.optim.Optimizer],
+    is_sparse: bool,
     table: rpc.RRef,
     ready: threading.Barrier,
+    rows: torch.Tensor,
 ) -> None:
-    """Take steps that add 1 to every entry of the table, so that the sum is known."""
+    """Take steps that add 1 to every entry of these rows, so that the sum is known."""
     optimizer = DistributedOptimizer(optimizer_class, [table], lr=1.0)
     ready.wait()
     for _ in range(STEPS):
         with dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [-table.to_here().sum()])
+            used = embedding(rows, table.to_here(), sparse=is_sparse)
+            dist_autograd.backward(context_id, [-used.sum()])
             optimizer.step(context_id)
 
 
-def lost_entries(optimizer_class: type[torch.optim.Optimizer], most: int) -> tuple:
+def lost_entries(
+    optimizer_class: type[torch.optim.Optimizer],
+    is_sparse: bool,
+    rows_of_each: tuple[torch.Tensor, torch.Tensor],
+    most: int,
+) -> tuple[int, int]:
     """Let two trainers step; return how often it took until an update was lost."""
+    wanted = torch.zeros(ROWS, WIDTH)
+    for rows in rows_of_each:
+        wanted[rows] += STEPS
     for tried in range(1, most + 1):
-        table = torch.nn.Parameter(torch.zeros(ENTRIES))
-        common = optimizer_class, rpc.RRef(table), threading.Barrier(2)
-        trainers = [threading.Thread(target=be_trainer, args=common) for _ in range(2)]
+        table = torch.nn.Parameter(torch.zeros(ROWS, WIDTH))
+        common = optimizer_class, is_sparse, rpc.RRef(table), threading.Barrier(2)
+        trainers = [
+            threading.Thread(target=be_trainer, args=(*common, rows))
+            for rows in rows_of_each
+        ]
         for trainer in trainers:
             trainer.start()
         for trainer in trainers:
             trainer.join()
-        if lost := int((table < 2 * STEPS).sum()):
+        if lost := int((table != wanted).sum()):
             return tried, lost
     return most, 0
 
@@ -65,15 +82,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         at = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rendezvous")
         rpc.init_rpc("server", rank=0, world_size=1, rpc_backend_options=at)
-        tried, lost = lost_entries(torch.optim.SGD, options.most)
-        print(
-            f"torch.optim.SGD: {lost:,} of {ENTRIES:,} entries lack some, try {tried}"
-        )
-        tries, none_lost = lost_entries(EagerSGD, 2)
-        print(f"EagerSGD:        {none_lost} of {ENTRIES:,} entries, in {tries} tries")
+        as_expected = []
+        for optimizer_class, is_sparse, rows, most, loses in (
+            (torch.optim.SGD, False, (LOWER, UPPER), options.most, True),
+            (torch.optim.SGD, True, (LOWER, UPPER), 2, False),
+            (torch.optim.SGD, True, (LOWER, LOWER), options.most, True),
+            (EagerSGD, True, (LOWER, LOWER), 2, False),
+            (EagerSGD, False, (LOWER, LOWER), 2, False),
+        ):
+            tried, lost = lost_entries(optimizer_class, is_sparse, rows, most)
+            kind = "sparse" if is_sparse else "dense"
+            whose = "same" if rows[0] is rows[1] else "other"
+            text = f"{optimizer_class.__name__:8} | {kind:6} gradient | {whose:5} rows"
+            print(f"{text} | try {tried}: {lost:,} entries lack updates", flush=True)
+            as_expected.append((lost > 0) == loses)
         rpc.shutdown()
-    if not lost or none_lost:
-        fail(f"{lost} and {none_lost} entries lack updates")
+    if not all(as_expected):
+        fail(f"not as expected: {as_expected}")
     print("check: no call has failed; only the table's values tell of the loss")
 
 

@@ -45,10 +45,8 @@ def main(folder: str, port: int) -> None:
         if rank == 0 and rpc.rpc_sync("bob", os.getpid) == os.getpid():
             fail(f"{way.__name__}: alice has answered herself")
         if rank == 0:
-            print(
-                f"{way.__name__:14} | {options.init_method.partition('/')[0]}",
-                flush=True,
-            )
+            text = f"{way.__name__:14} | {options.init_method} | bob answers"
+            print(text, flush=True)
         rpc.shutdown()
     if rank == 0:
         print("check: alice has called bob after each of 3 rendezvous")
