@@ -250,9 +250,11 @@ def test_weights_alone_go_between_stages_0_and_1_and_two_calls_load_too_little(
     zero_pools: Pools, tmp_path: Path
 ) -> None:
     said, other = zero_pools(2).run(resume_with_less, str(tmp_path), world_size=2)
-    assert said == other
+    assert said == other and len(said) == 3 + 3 * 4 * 2
     untrained = 5.5  # about log(256)
+    compared = 0
     for saved, stage in itertools.product((0, 1, 3), range(4)):
+        compared += 1
         module_only, no_state = (
             said[f"{saved} to {stage}, {less}"]
             for less in ("load_module_only", "load_optimizer_states")
@@ -268,6 +270,7 @@ def test_weights_alone_go_between_stages_0_and_1_and_two_calls_load_too_little(
             assert module_only[0] == pytest.approx(first, abs=1e-2)
         # In stage 0 the step begins at the master weights, which are untrained.
         assert (no_state[1] > first + 1) == (stage == 0)
+    assert compared == 12
     assert [f"{loss:.2f}" for loss in said["0 to 0, load_optimizer_states"]] == [
         "4.02",
         "5.48",
