@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from data import WindowDataset, load_text
+from deepspeed_setup import leave
 from model import GPT, GPTConfig
 
 CONFIG: dict[str, Any] = {
@@ -45,4 +46,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()
+    leave()  # dist.destroy_process_group(), though the engine still holds the group
