@@ -32,8 +32,8 @@ settled: dict[str, Any] = {}  # what `prepare` has chosen, for `join`
 def prepare(config: dict[str, Any]) -> torch.device:
     """Choose this rank's device, and let DeepSpeed compile nothing.
 
-    By itself it compiles two things on first use, which takes a compiler and more than
-    a minute: its own Adam, and on the CPU an exchange through shared memory. Neither
+    By itself it compiles two things on first use, which takes a compiler and
+    minutes: its own Adam, and on the CPU an exchange through shared memory. Neither
     changes a result. Unless the config has "torch_adam", it gets PyTorch's Adam.
     """
     env = os.environ

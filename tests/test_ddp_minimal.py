@@ -1,4 +1,4 @@
-"""The minimal scripts of chapters 03 and 06: few lines that train as one process."""
+"""The minimal scripts of chapters 03, 05 and 06: few lines that train as one does."""
 
 import contextlib
 import copy
@@ -12,8 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-from scripts import load_chapter
+from launch import ROOT, deepspeed
+from scripts import load_apart, load_chapter
 from worker_pool import WorkerPool
+from zero_ranks import Pools, forget_earlier_group
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -296,3 +298,65 @@ def kept_by_fsdp() -> list[float]:
 def test_each_rank_keeps_half_of_weights_and_moments(worker_pool: WorkerPool) -> None:
     parts = worker_pool.run(kept_by_fsdp, world_size=2)
     assert parts == [pytest.approx([0.5, 0.5], abs=0.01)] * 2
+
+
+def with_zero(folder: str, stage: int, lost: str) -> tuple[float, str, str, int]:
+    """Train chapter 05's loop and in one process; return what `both_ways` returns.
+
+    The weights are those that all ranks together have saved.
+    """
+    alone, said_alone = train("one_process")
+    forget_earlier_group()
+    module: Any = load_apart()
+    from deepspeed.utils import zero_to_fp32
+
+    module.CONFIG["zero_optimization"]["stage"] = stage
+    dataset, output, apart = module.WindowDataset, io.StringIO(), []
+    module.WindowDataset = lambda text, block_size, samples: dataset(text, 128, 256)
+    if lost == "sampler":
+        module.DistributedSampler = lambda data, drop_last: None
+    if lost == "clipping":
+        del module.CONFIG["gradient_clipping"]
+    with contextlib.chdir(folder), contextlib.redirect_stdout(output):
+        module.main()
+    if torch.distributed.get_rank() == 0:
+        with contextlib.redirect_stdout(io.StringIO()):
+            saved: Any = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
+                f"{folder}/saved/minimal"
+            )
+        apart = [(saved[name] - alone[name]).abs().max().item() for name in alone]
+    return max(apart, default=0.0), said_alone, output.getvalue(), len(apart)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_stage_of_zero_trains_as_one_process(
+    zero_pools: Pools, tmp_path: Path, stage: int
+) -> None:
+    (apart, said_alone, said, tensors), other = zero_pools(2).run(
+        with_zero, str(tmp_path), stage, "", world_size=2
+    )
+    assert tensors == 25
+    assert apart < 1e-5
+    assert said.splitlines()[0].startswith("step  4 | loss 3.")
+    assert said == said_alone
+    assert other[2] == ""
+
+
+@pytest.mark.parametrize("lost", ["sampler", "clipping"])
+def test_a_line_that_is_missing_with_zero_shows(
+    zero_pools: Pools, tmp_path: Path, lost: str
+) -> None:
+    (apart, *_), _ = zero_pools(2).run(with_zero, str(tmp_path), 2, lost, world_size=2)
+    assert apart > 1e-3
+
+
+@pytest.mark.slow
+def test_deepspeed_starts_its_minimal_script(tmp_path: Path) -> None:
+    script = ROOT / "05_deepspeed_zero" / "minimal.py"
+    result = deepspeed(script, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    losses = [line for line in result.stdout.splitlines() if line.startswith("step")]
+    assert [line[:15] for line in losses] == [
+        f"step {n:2} | loss " for n in (4, 8, 12, 16)
+    ]
+    assert (tmp_path / "saved" / "minimal" / "latest").read_text() == "global_step16"

@@ -103,6 +103,34 @@ def resume_in_every_stage(folder: str, tag: str) -> dict[str, str]:
     return said
 
 
+def resume_with_less(folder: str) -> dict[str, list[float] | str]:
+    """Load weights alone, in every stage from stages 0, 1 and 3; return two losses.
+
+    Under "0" and so on are the losses of the uninterrupted run.
+    """
+    forget_earlier_group()
+    modules, said = load_chapter(ROOM), {}
+    modules["deepspeed_setup"].prepare(modules["shards"].CONFIG)
+    new_engine, train = modules["shards"].new_engine, modules["shards"].train_steps
+    for stage in (0, 1, 3):
+        engine = new_engine(stage)
+        train(engine, range(5))
+        engine.save_checkpoint(f"{folder}/{stage}", tag="all")
+        said[str(stage)] = train(engine, range(5, 7))
+        engine.destroy()
+    pairs = itertools.product((0, 1, 3), range(4))
+    for saved, stage in pairs:
+        for less in ({"load_module_only": True}, {"load_optimizer_states": False}):
+            engine, name = new_engine(stage), f"{saved} to {stage}, {next(iter(less))}"
+            try:
+                engine.load_checkpoint(f"{folder}/{saved}", tag="all", **less)
+                said[name] = train(engine, range(5, 7))
+            except AssertionError as error:
+                said[name] = f"refused: {error}"
+            engine.destroy()
+    return said
+
+
 # --- What the page says. ----------
 
 
@@ -215,3 +243,35 @@ def test_a_damaged_shard_is_refused_before_the_ranks_meet(tmp_path: Path) -> Non
         f"resume_elsewhere.py: no checkpoint in {tmp_path}; save_and_resume.py writes"
     )
     assert line in result.stderr and "device:" not in result.stdout
+
+
+@pytest.mark.slow
+def test_weights_alone_go_between_stages_0_and_1_and_two_calls_load_too_little(
+    zero_pools: Pools, tmp_path: Path
+) -> None:
+    said, other = zero_pools(2).run(resume_with_less, str(tmp_path), world_size=2)
+    assert said == other and len(said) == 3 + 3 * 4 * 2
+    untrained = 5.5  # about log(256)
+    compared = 0
+    for saved, stage in itertools.product((0, 1, 3), range(4)):
+        compared += 1
+        module_only, no_state = (
+            said[f"{saved} to {stage}, {less}"]
+            for less in ("load_module_only", "load_optimizer_states")
+        )
+        if 3 in (saved, stage) and saved != stage:
+            assert (module_only, no_state) == ("refused: ", "refused: ")
+            continue
+        first = said[str(saved)][0]
+        assert no_state[0] == pytest.approx(first, abs=1e-2)
+        if stage == 3:
+            assert module_only[0] == pytest.approx(untrained, abs=0.1)
+        else:
+            assert module_only[0] == pytest.approx(first, abs=1e-2)
+        # In stage 0 the step begins at the master weights, which are untrained.
+        assert (no_state[1] > first + 1) == (stage == 0)
+    assert compared == 12
+    assert [f"{loss:.2f}" for loss in said["0 to 0, load_optimizer_states"]] == [
+        "4.02",
+        "5.48",
+    ]

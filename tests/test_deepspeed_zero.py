@@ -248,6 +248,37 @@ def moved_by_clipping() -> dict[tuple[int, Any], float]:
     return moved
 
 
+def weights_after(
+    stage: int, precision: str, micro_batches: int, backward: str
+) -> list[torch.Tensor]:
+    """Take two steps with one way to call backward; return this rank's weights."""
+    modules = prepare()
+    changes = {"gradient_accumulation_steps": micro_batches}
+    engine = make_engine(stage, precision, **changes)
+    batch_of = batches_for_all_ranks()
+    for batch in range(2 * micro_batches):
+        tokens = batch_of(batch).chunk(dist.get_world_size())[dist.get_rank()]
+        loss = modules["text"].next_token_loss(engine, tokens)
+        loss.backward() if backward == "plain" else engine.backward(loss)
+        engine.step()
+    assert engine.global_steps == 2
+    weights = modules["engine_checks"].whole_weights(engine)
+    engine.destroy()
+    return weights
+
+
+def plain_backward_moves(stage: int, precision: str, micro_batches: int) -> bool | str:
+    """Tell whether loss.backward() gives the bits of engine.backward(loss)."""
+    call = (stage, precision, micro_batches)
+    try:
+        plain = weights_after(*call, "plain")
+    except RuntimeError as error:
+        return str(error)
+    own, before = weights_after(*call, "engine's"), list(new_gpt().parameters())
+    moved = [not torch.equal(a.float(), b) for a, b in zip(own, before, strict=True)]
+    return all(moved) and all(map(torch.equal, plain, own))
+
+
 def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
     """Leave out what is often taken for harmless to leave out."""
     modules = prepare()
@@ -271,7 +302,12 @@ def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
     config["train_micro_batch_per_gpu"] = config.pop("train_micro_batch_size_per_gpu")
     with pytest.raises(AssertionError) as needed:
         deepspeed.initialize(model=modules["qwen"].small_model(), config=config)
+    config["zero_optimization"] = {"stge": 1}
+    with pytest.raises(ValueError) as nested:
+        deepspeed.initialize(model=modules["qwen"].small_model(), config=config)
+    del config["zero_optimization"]
     return {
+        "nested, refused": str(nested.value),
         "needed": str(needed.value),
         "clipping": engines[0].gradient_clipping(),
         "stage": engines[0].zero_optimization_stage(),
@@ -286,6 +322,43 @@ def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
             for name in ("stage_0", "stage_1", "stage_2", "stage_3", "recipe")
         ],
     }
+
+
+def frozen_and_generated(stage: int) -> dict[str, Any]:
+    """Train a model of which most is frozen; return what is kept, and its tokens."""
+    modules = prepare()
+    config = json.loads(json.dumps(modules["recipe"].CONFIG))
+    config["zero_optimization"] = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,
+    }
+    modules["deepspeed_setup"].prepare(config)
+    import deepspeed
+
+    model: Any = modules["qwen"].small_model()
+    for name, p in model.named_parameters():
+        p.requires_grad = "q_proj" in name
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    engine: Any = deepspeed.initialize(model=model, config=config)[0]
+    start = torch.arange(8)[None]
+    for _ in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(input_ids=start, labels=start).loss)
+        engine.step()
+    found = {
+        "trainable": trainable,
+        "stepped": modules["engine_checks"].optimizer_count(engine),
+        "moments": modules["engine_checks"].moment_count(engine),
+        "kept": sum(
+            getattr(p, "ds_tensor", p).numel() for p in engine.module.parameters()
+        ),
+        "all": sum(modules["engine_checks"].tensor_sizes(engine)),
+        "tokens": engine.module.generate(start, max_new_tokens=4, do_sample=False),
+    }
+    first = next(iter(engine.module.parameters()))
+    with deepspeed.zero.GatheredParameters([first]):
+        found["whole"] = first.numel() == first.shape.numel() == 256 * 128
+    engine.destroy()
+    return found
 
 
 def learning_rates() -> list[float]:
@@ -837,6 +910,32 @@ def test_recipe_resumes_and_names_a_checkpoint_when_it_is_whole(
         assert [one[1] for one in again] == [True] * 2
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_parameters_have_no_state_and_all_ranks_can_generate(
+    stage: int, zero_pools: Pools
+) -> None:
+    by_rank = zero_pools(2).run(frozen_and_generated, stage, world_size=2)
+    assert len(by_rank) == 2
+    for found in by_rank:
+        assert found["stepped"] == found["moments"] == found["trainable"] / 2
+        assert found["kept"] == found["all"] / (2 if stage == 3 else 1)
+        assert found["tokens"].shape == (1, 12) and found["whole"]
+    assert torch.equal(by_rank[0]["tokens"], by_rank[1]["tokens"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_plain_backward_does_what_the_engines_does(
+    precision: str, zero_pools: Pools
+) -> None:
+    for stage in (1, 2, 3):
+        for micro_batches in (1, 4):
+            call = (plain_backward_moves, stage, precision, micro_batches)
+            assert zero_pools(2).run(*call, world_size=2) == [True] * 2
+    refused = zero_pools(2).run(plain_backward_moves, 0, precision, 1, world_size=2)
+    words = "Direct calls to tensor.backward() are not supported in this configuration"
+    assert [one.startswith(words) for one in refused] == [True] * 2
+
+
 def test_warm_up_begins_with_two_steps_at_no_learning_rate(zero_pools: Pools) -> None:
     (rates,) = zero_pools(1).run(learning_rates, world_size=1)
     assert len(rates) == 20
@@ -859,6 +958,10 @@ def test_deepspeed_clips_and_overlooks_unless_told(
     # Only without a key that it needs it complains, of that one.
     words = "Either train_batch_size or train_micro_batch_size_per_gpu needs to be"
     assert found["needed"] == f"{words} provided"
+    # One further inside is an error.
+    assert re.search(
+        r"\nstge\n +Extra inputs are not permitted", found["nested, refused"]
+    )
     # Clipped to a norm of 1.0, and with 0 not clipped.
     assert len(found["moved"]) == 8
     for stage in range(4):

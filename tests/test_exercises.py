@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from launch import ROOT
+from launch import ROOT, clean_environment, python
 from worker_pool import WorkerPool
 
 Answers = list[Any]
@@ -1068,3 +1068,18 @@ def test_engine(worker_pool: WorkerPool, tmp_path: Path) -> None:
     answers = [answer for answer, _ in hints]
     by_rank = worker_pool.run(try_engines, str(tmp_path), answers, world_size=2)
     expect(by_rank, hints)
+
+
+def test_sharded_adam_answered_by_pasting_from_the_page(tmp_path: Path) -> None:
+    folder = ROOT / "05_deepspeed_zero" / "exercises"
+    start = "class ShardedAdam:\n"
+    *_, answer = (folder / "README.md").read_text().split(start)
+    above, _, exercise = (folder / "sharded_adam.py").read_text().partition(start)
+    _, main, below = exercise.partition("\n\nif __name__")
+    script = tmp_path / "sharded_adam.py"
+    script.write_text(above + start + answer.partition("```")[0] + main + below)
+    result = python(script, env=clean_environment(PYTHONPATH=str(folder)))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(
+        "check: 4 steps on 3 ranks are those of one process"
+    )

@@ -50,8 +50,12 @@ LARGEST_FOLDER = 10
 # How many modules of its chapter a script may import, beside `ranks`. In some rooms it
 # imports nothing of ours, nor does the smallest script of a chapter.
 MOST_IMPORTS = 2
-# FSDP's leaves by ranks.py, which frees what DTensor keeps of a group.
-MINIMAL_IMPORTS = {"06_fsdp/minimal.py": {"model", "data", "ranks"}}
+# FSDP's leaves by ranks.py, which frees what DTensor keeps of a group; DeepSpeed's by
+# deepspeed_setup.py, which ends whatever threads the engine keeps.
+MINIMAL_IMPORTS = {
+    "05_deepspeed_zero/minimal.py": {"model", "data", "deepspeed_setup"},
+    "06_fsdp/minimal.py": {"model", "data", "ranks"},
+}
 MOST_IMPORTS_BY_NAME = {"train.py": 3}
 # What many scripts import and a reader reads once: how ranks start, with DeepSpeed too,
 # the GPT of chapter 03, and that of chapter 07.

@@ -130,7 +130,8 @@ class FullySharded(nn.Module):
         self.show("shard", child)
         self.free([child])
         used = self.used
-        i = len(used) - 1 - used[::-1].index(child)  # its children came later
+        # Its place. A module that is called twice has two; this call is the last.
+        i = max(i for i, module in enumerate(used) if module is child)
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self.before_backward(used, i))

@@ -6,6 +6,8 @@ Expect: a line for each of three ranks that says what is still wrong with its we
 """
 
 import torch
+import torch.distributed as dist  # noqa: F401 (yours to use)
+from torch.nn.functional import pad  # noqa: F401 (yours to use)
 
 from check_sharded_adam import check_sharded_adam
 

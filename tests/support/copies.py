@@ -41,13 +41,17 @@ COPIES: dict[str, tuple[str, ...]] = {
         "08_pipeline_parallel/model.py",
         "09_one_mesh/model.py",
     ),
-    **{
-        f"03_ddp_torchrun/{name}.py": tuple(
-            f"{chapter}/{name}.py"
-            for chapter in ("06_fsdp", "07_tensor_parallel", "08_pipeline_parallel")
-        )
-        for name in ("data", "checkpoint")
-    },
+    "03_ddp_torchrun/data.py": (
+        "05_deepspeed_zero/data.py",
+        "06_fsdp/data.py",
+        "07_tensor_parallel/data.py",
+        "08_pipeline_parallel/data.py",
+    ),
+    "03_ddp_torchrun/checkpoint.py": (
+        "06_fsdp/checkpoint.py",
+        "07_tensor_parallel/checkpoint.py",
+        "08_pipeline_parallel/checkpoint.py",
+    ),
     "03_ddp_torchrun/same_as_one_process.py": ("06_fsdp/same_as_one_process.py",),
     # The ways of all chapters in one table.
     **{

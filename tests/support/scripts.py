@@ -2,12 +2,17 @@
 
 import contextlib
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 from launch import ROOT
+
+# DeepSpeed chooses its device when it is imported, and this script imports it first.
+APART = ROOT / "05_deepspeed_zero" / "minimal.py"
 
 
 @cache
@@ -20,9 +25,12 @@ def load_chapter(folder: str) -> dict[str, ModuleType]:
     chapter are links, and they are among its modules: the functions of its `ranks` are
     not the same objects as those of the chapter's.
 
+    What is APART is left out; see `load_apart`.
+
     Raises FileNotFoundError if there is no module in the folder.
     """
-    names = [path.stem for path in sorted((ROOT / folder).glob("*.py"))]
+    paths = [path for path in sorted((ROOT / folder).glob("*.py")) if path != APART]
+    names = [path.stem for path in paths]
     if not names:
         raise FileNotFoundError(f"no Python file in {ROOT / folder}")
     hidden = {name: sys.modules.pop(name) for name in names if name in sys.modules}
@@ -51,3 +59,12 @@ def importable(folder: str) -> Iterator[None]:
         for name in modules:
             sys.modules.pop(name, None)
         sys.modules.update(hidden)
+
+
+def load_apart() -> ModuleType:
+    """Import the script that `load_chapter` leaves out, anew each time."""
+    spec: Any = importlib.util.spec_from_file_location(APART.stem, APART)
+    module = importlib.util.module_from_spec(spec)
+    with importable(APART.parent.name):
+        spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,49 @@
+"""Train the GPT on several ranks with ZeRO stage 2: all that DeepSpeed takes.
+
+Run: torchrun --nproc-per-node=2 05_deepspeed_zero/minimal.py
+Expect: the losses of chapter 03's minimal.py.
+"""
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+from data import WindowDataset, load_text
+from deepspeed_setup import leave
+from model import GPT, GPTConfig
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 32,  # samples for one rank at a time
+    "gradient_clipping": 0.0,  # off, as in chapter 03; unless you say so it is 1.0
+    "zero_optimization": {"stage": 2},  # or 1 or 3
+}
+
+
+def main() -> None:
+    """Train for one epoch on one device a rank."""
+    # Without a GPU, DeepSpeed would first compile C++ for minutes. GPUs do not need it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed()
+    torch.manual_seed(0)
+    model: Any = GPT(GPTConfig())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
+    train_set = WindowDataset(load_text(None, 128)[0], block_size=128, samples=1024)
+    sampler = DistributedSampler(train_set, drop_last=True)  # set_epoch(n) for epoch n
+    loader = DataLoader(train_set, batch_size=32, sampler=sampler, drop_last=True)
+    for step, (_, inputs, labels) in enumerate(loader, start=1):
+        loss = engine(inputs.to(engine.device), labels.to(engine.device))
+        engine.backward(loss)  # averages the gradients over the ranks
+        engine.step()  # steps this rank's shard, gathers the weights, clears gradients
+        dist.all_reduce(loss.detach(), op=dist.ReduceOp.AVG)  # `loss` is now the mean
+        if step % 4 == 0 and dist.get_rank() == 0:
+            print(f"step {step:2} | loss {loss.item():.3f}")
+    engine.save_checkpoint("saved/minimal")  # every rank calls this
+
+
+if __name__ == "__main__":
+    main()
+    leave()  # dist.destroy_process_group(), though the engine still holds the group
