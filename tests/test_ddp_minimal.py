@@ -317,7 +317,10 @@ def with_zero(folder: str, stage: int, lost: str) -> tuple[float, str, str, int]
         module.DistributedSampler = lambda data, drop_last: None
     if lost == "clipping":
         del module.CONFIG["gradient_clipping"]
-    with contextlib.chdir(folder), contextlib.redirect_stdout(output):
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.chdir, os.getcwd())
+        os.chdir(folder)
+        stack.enter_context(contextlib.redirect_stdout(output))
         module.main()
     if torch.distributed.get_rank() == 0:
         with contextlib.redirect_stdout(io.StringIO()):
