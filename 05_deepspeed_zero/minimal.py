@@ -18,6 +18,7 @@ from model import GPT, GPTConfig
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 32,  # samples for one rank at a time
     "gradient_clipping": 0.0,  # off, as in chapter 03; unless you say so it is 1.0
+    # An optimizer such as SGD also needs "zero_allow_untested_optimizer": True.
     "zero_optimization": {"stage": 2},  # or 1 or 3
 }
 
@@ -46,4 +47,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    leave()  # dist.destroy_process_group(), though the engine still holds the group
+    leave()  # dist.destroy_process_group(), and the engine's hold on gloo's threads

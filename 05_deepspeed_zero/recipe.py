@@ -23,6 +23,7 @@ CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 2,
     "bf16": {"enabled": True},
+    # `prepare` adds "torch_adam": True; without it DeepSpeed compiles an Adam first.
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}},
     # Warm-up begins with two steps at a learning rate of 0; then it is logarithmic.
     "scheduler": {

@@ -94,7 +94,9 @@ def main() -> None:
             kind = "sparse" if is_sparse else "dense"
             whose = "same" if rows[0] is rows[1] else "other"
             text = f"{optimizer_class.__name__:8} | {kind:6} gradient | {whose:5} rows"
-            print(f"{text} | try {tried}: {lost:,} entries lack updates", flush=True)
+            found = f"try {tried}: {lost:,} entries lack updates"
+            found = found if lost else f"{tried} tries: no entry lacks updates"
+            print(f"{text} | {found}", flush=True)
             as_expected.append((lost > 0) == loses)
         rpc.shutdown()
     if not all(as_expected):

@@ -131,7 +131,7 @@ class FullySharded(nn.Module):
         self.free([child])
         used = self.used
         # Its place. A module that is called twice has two; this call is the last.
-        i = max(i for i, module in enumerate(used) if module is child)
+        i = max(place for place, module in enumerate(used) if module is child)
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self.before_backward(used, i))
