@@ -7,6 +7,8 @@ Expect: a validation loss after each of two epochs. If the run dies in the secon
 
 import os
 from contextlib import nullcontext
+from itertools import islice
+from math import cos, pi
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # not used, but without it gloo may abort when it ends
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from data import WindowDataset, load_text
@@ -27,8 +29,9 @@ def train_one_epoch(
     model: Any, optimizer: Any, schedule: Any, loader: DataLoader, device: torch.device
 ) -> None:
     """Take a step, with one all-reduce, for every `ACCUMULATE` batches of a rank."""
-    for i, (_, inputs, labels) in enumerate(loader, start=1):
-        is_step = i % ACCUMULATE == 0 or i == len(loader)
+    used = len(loader) // ACCUMULATE * ACCUMULATE  # a step of fewer would weigh less
+    for i, (_, inputs, labels) in enumerate(islice(loader, used), start=1):
+        is_step = i % ACCUMULATE == 0
         with nullcontext() if is_step else model.no_sync():  # forward pass inside
             with torch.autocast(device.type, torch.bfloat16, device.type != "cpu"):
                 loss = model(inputs.to(device), labels.to(device))
@@ -69,13 +72,16 @@ def main() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig()).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    schedule = CosineAnnealingLR(optimizer, EPOCHS * -(-len(loader) // ACCUMULATE))
+    steps = EPOCHS * (len(loader) // ACCUMULATE)
+    schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
     parts, first_epoch = {"model": model, "adam": optimizer, "schedule": schedule}, 0
     if FILE.exists():  # on every machine, so on a file system that they share
         saved = torch.load(FILE, map_location=device)
         for name, part in parts.items():
             part.load_state_dict(saved[name])
         first_epoch = saved["epoch"]
+    if rank == 0:
+        print(f"{world_size} ranks on {device.type}: epochs {first_epoch} to {EPOCHS}")
     ddp_model = DistributedDataParallel(model)  # copies rank 0's weights to all
     for epoch in range(first_epoch, EPOCHS):
         sampler.set_epoch(epoch)  # another order in each epoch

@@ -175,14 +175,15 @@ def test_a_run_that_died_resumes_with_the_same_bits(
         resumable, str(broken), world_size=2
     )
     assert told == [0, 1] and then == [1]
-    epochs = said.splitlines()
+    begins, *epochs = said.splitlines()
+    assert begins == "2 ranks on cpu: epochs 0 to 2"
     assert [line[:26] for line in epochs] == [
         "epoch 0 | validation loss ",
         "epoch 1 | validation loss ",
     ]
     assert half["epoch"] == 1 and resumed["epoch"] == expected["epoch"] == 2
-    assert said_first.splitlines() == epochs[: 1 + (dies_in == "save")]
-    assert said_then.splitlines() == epochs[1:]
+    assert said_first.splitlines()[1:] == epochs[: 1 + (dies_in == "save")]
+    assert said_then.splitlines() == ["2 ranks on cpu: epochs 1 to 2", *epochs[1:]]
     assert not torch.equal(weights_of(half), weights_of(expected))
     assert torch.equal(weights_of(resumed), weights_of(expected))
 
@@ -197,7 +198,8 @@ def test_epochs_on_two_ranks_are_those_of_one(
         words = (str(folder), 0.0, 32 // ranks)
         ends.append(worker_pool.run(resumable, *words, world_size=ranks)[0])
     (alone, said_alone, _), (together, said, _) = ends
-    assert len(said.splitlines()) == 2 and said == said_alone
+    assert len(said.splitlines()) == 3
+    assert said.splitlines()[1:] == said_alone.splitlines()[1:]
     assert torch.allclose(weights_of(together), weights_of(alone), atol=1e-5)
 
 
@@ -212,7 +214,8 @@ def steps_of_an_epoch() -> tuple[float, int, list[Any]]:
     model = module.GPT(module.GPTConfig(layers=1, width=32, heads=2))
     alone = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, alone)]
-    batches = [(0, *torch.randint(256, (2, 4, 16))) for _ in range(4)]
+    # Two steps of two; a fifth, whose step would weigh less, is left out.
+    batches = [(0, *torch.randint(256, (2, 4, 16))) for _ in range(5)]
     mine = [(0, x[rank::2], y[rank::2]) for _, x, y in batches]
     no_sync = mock.patch.object(
         wrapper, "no_sync", autospec=True, side_effect=wrapper.no_sync

@@ -105,12 +105,13 @@ def load_in_workers() -> tuple[set[tuple[int, int]], list[list[Any]]]:
     torch.manual_seed(0)  # alike on every rank, as in train.py
     options = Namespace(batch_size=2, seed=0, workers=2)
     loader = data.StepLoader(WorkerSeeds(), 8, options, cpu)
-    seeds = {
-        (worker, seed)
-        for batches in loader.steps(0, 0, 2)
-        for _, workers, its_seeds in batches
-        for worker, seed in zip(workers.tolist(), its_seeds.tolist(), strict=True)
-    }
+    with importable("03_ddp_torchrun"):
+        seeds = {
+            (worker, seed)
+            for batches in loader.steps(0, 0, 2)
+            for _, workers, its_seeds in batches
+            for worker, seed in zip(workers.tolist(), its_seeds.tolist(), strict=True)
+        }
     text = torch.arange(2000).to(torch.uint8)
     epochs = []
     for workers in (0, 2):
