@@ -165,7 +165,9 @@ def weights_of(state: dict[str, Any]) -> torch.Tensor:
     return torch.cat([weight.flatten() for weight in state["model"].values()])
 
 
-@pytest.mark.parametrize("dies_in", ["evaluate", "save"])
+@pytest.mark.parametrize(
+    "dies_in", [pytest.param("evaluate", marks=pytest.mark.slow), "save"]
+)
 def test_a_run_that_died_resumes_with_the_same_bits(
     worker_pool: WorkerPool, tmp_path: Path, dies_in: str
 ) -> None:

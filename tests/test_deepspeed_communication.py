@@ -496,7 +496,7 @@ def count_collectives() -> dict[str, tuple[list[int], int]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_gloo_reduce_scatter_sends_as_much_as_an_all_reduce(
     worker_pool: WorkerPool, world_size: int
 ) -> None:

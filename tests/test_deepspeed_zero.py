@@ -923,7 +923,9 @@ def test_frozen_parameters_have_no_state_and_all_ranks_can_generate(
     assert torch.equal(by_rank[0]["tokens"], by_rank[1]["tokens"])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"]
+)
 def test_plain_backward_does_what_the_engines_does(
     precision: str, zero_pools: Pools
 ) -> None:

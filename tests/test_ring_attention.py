@@ -151,7 +151,9 @@ def attention_errors(
     return errors
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, 3, 4]
+)
 def test_ring_attention_is_attention(worker_pool: WorkerPool, world_size: int) -> None:
     results = worker_pool.run(attention_errors, world_size=world_size)
     assert len(results) == world_size

@@ -760,6 +760,7 @@ def test_training_without_a_barrier_is_not_synchronous(tmp_path: Path) -> None:
     assert "not so: synchronous trainers end" in result.output
 
 
+@pytest.mark.slow  # the room's page runs the script in CI as well
 def test_steps_of_two_trainers_undo_each_other_without_a_lock() -> None:
     script = ROOT / CHAPTER / "staleness" / "lost_updates.py"
     result = python(script)
