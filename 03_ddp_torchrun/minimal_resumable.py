@@ -2,7 +2,8 @@
 
 Run: torchrun --nproc-per-node=2 03_ddp_torchrun/minimal_resumable.py
 Expect: a validation loss after each of two epochs. If the run dies in the second, the
-    same command takes up the weights of the first, and ends with the same bits.
+    same command takes up the weights of the first, and ends with the same bits. To
+    begin anew, delete resumable.pt.
 """
 
 import os
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from data import WindowDataset, load_text
 from model import GPT, GPTConfig
 
-EPOCHS, BATCH_SIZE, ACCUMULATE, FILE = 2, 16, 2, Path("run.pt")
+EPOCHS, BATCH_SIZE, ACCUMULATE, FILE = 2, 16, 2, Path("resumable.pt")
 
 
 def train_one_epoch(

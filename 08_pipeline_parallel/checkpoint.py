@@ -45,20 +45,21 @@ class StopSignal:
 
     def __init__(self, number: int = signal.SIGUSR1, has_workers: bool = False) -> None:
         """Note the signal from now on, not die of it; every rank calls this."""
-        # The processes that load data get it too. What starts while a signal is ignored
-        # ignores it for good: the server that forks the workers, and so they as well.
-        signal.signal(number, signal.SIG_IGN)
-        if has_workers:
-            forkserver.ensure_running()
         self.noted, self.total = list[int](), torch.zeros(1)
         self.reducing: dist.Work | None = None
-        # A tensor on a GPU could be read only after all that the GPU has yet to do.
-        is_cpu = dist.get_backend() == "gloo"
-        self.group = None if is_cpu else dist.new_group(backend="gloo")
         # The handler outlives the run. A method of this object as the handler would
         # keep the object and its process group alive as well, so it gets a list.
         noted = self.noted
         signal.signal(number, lambda number, _: noted.append(number))
+        if has_workers:
+            # The processes that load data get the signal too, and would die of it. But
+            # what is blocked here stays so in the server that forks them, and in them.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+            forkserver.ensure_running()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+        # A tensor on a GPU could be read only after all that the GPU has yet to do.
+        is_cpu = dist.get_backend() == "gloo"
+        self.group = None if is_cpu else dist.new_group(backend="gloo")
 
     def is_agreed(self) -> bool:
         """Tell all ranks alike whether to stop; every rank calls this after each step.

@@ -643,6 +643,23 @@ def agree(noted: list[int], backend: str) -> tuple[int, bool]:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
+def signals_noted_at_the_start() -> list[int]:
+    """Get the signal while the server of the data loaders' workers starts."""
+    start = mock.Mock(side_effect=lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    try:
+        with mock.patch.object(CHECKPOINT.forkserver, "ensure_running", start):
+            noted = CHECKPOINT.StopSignal(has_workers=True).noted
+        assert start.call_count == 1
+        return noted
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_signal_at_the_start_is_not_lost(worker_pool: WorkerPool) -> None:
+    noted = worker_pool.run(signals_noted_at_the_start)
+    assert noted == [[signal.SIGUSR1]] * 2
+
+
 # Beside NCCL, which knows GPUs alone, the ranks agree in a group of gloo.
 @pytest.mark.parametrize(
     ("noted", "backend", "answer"),

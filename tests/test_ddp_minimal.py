@@ -121,7 +121,7 @@ def resumable(
     module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
     config = partial(module.GPTConfig, **SMALL, dropout=dropout)
     local_size = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
-    output, path = io.StringIO(), Path(folder, "run.pt")
+    output, path = io.StringIO(), Path(folder, "resumable.pt")
     evaluate, save, called = module.validation_loss, torch.save, []
 
     def evaluate_or_die(*arguments: Any) -> float:
