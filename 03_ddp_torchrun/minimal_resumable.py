@@ -7,6 +7,7 @@ Expect: a validation loss after each of two epochs. If the run dies in the secon
 """
 
 import os
+import sys
 from contextlib import nullcontext
 from itertools import islice
 from math import cos, pi
@@ -74,6 +75,8 @@ def main() -> None:
     model = GPT(GPTConfig()).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     steps = EPOCHS * (len(loader) // ACCUMULATE)
+    if not steps:
+        sys.exit(f"{len(train_set)} samples are too few for {world_size} ranks")
     schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
     parts, first_epoch = {"model": model, "adam": optimizer, "schedule": schedule}, 0
     if FILE.exists():  # on every machine, so on a file system that they share

@@ -209,6 +209,23 @@ def test_epochs_on_two_ranks_are_those_of_one(
     assert torch.allclose(weights_of(together), weights_of(alone), atol=1e-5)
 
 
+def refusal(folder: str) -> str | int | None:
+    """Train with as many samples in a batch as the data set has."""
+    try:
+        resumable(folder, batch_size=512)
+    except SystemExit as stop:
+        return stop.code
+    return None
+
+
+def test_an_epoch_without_a_whole_step_is_refused(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    (said,) = worker_pool.run(refusal, str(tmp_path), world_size=1)
+    assert said == "512 samples are too few for 1 ranks"
+    assert not list(tmp_path.iterdir())
+
+
 def steps_of_an_epoch() -> tuple[float, int, list[Any]]:
     """Take two steps of two batches; return how far from one process's, and no_syncs.
 

@@ -7,6 +7,7 @@ Expect: the losses of one process, before and after the model is saved. --bf16 c
 
 import argparse
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ def main(options: argparse.Namespace) -> None:
     """Load, train and save in shards; compare with one process, and what it loads."""
     if options.model and not options.save:
         fail("--model needs --save=FOLDER, too")
+    if (options.model or "x")[0] in "./" and not Path(options.model).is_dir():
+        fail(f"--model={options.model}: there is no such folder")  # no hub's name
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as own:
         # Every rank has its own. In a group rank 0 alone would write, and what saving

@@ -57,7 +57,8 @@ def main() -> None:
     if options["sequence"] <= LONGEST and losses[worst] > WORST:
         sys.exit(f"choose.py: {slower}: ask plan.py")
     half, most = median(losses.values()), losses[worst]
-    print(f"check: {len(losses)} choices, slower than the fastest by ", end="")
+    choices = f"{len(losses)} choice{'s' if len(losses) > 1 else ''}"
+    print(f"check: {choices}, slower than the fastest by ", end="")
     print(f"{half:.1%} (median) to {most:.1%} ({worst})")
 
 
