@@ -94,6 +94,24 @@ def test_groups_of_two_axes_share_one_rank_or_none() -> None:
     assert sorted(set(shared)) == [0, 1] and sum(shared) == len(shared) / 2 == 24
 
 
+def groups_told_right(are_swapped: bool) -> list[bool]:
+    """Compare the groups of a mesh of 2 x 1 x 1 x 2, or with two names swapped."""
+    sizes = dict(zip(mesh.AXES, (2, 1, 1, 2), strict=True))
+    _, groups = mesh.make_mesh("cpu", sizes)
+    if are_swapped:
+        groups["data"], groups["tensor"] = groups["tensor"], groups["data"]
+    told = modules["groups_of_a_rank"].groups_are_right
+    return [told(groups, sizes, is_real) for is_real in (True, False)]
+
+
+@pytest.mark.parametrize("are_swapped", [False, True])
+def test_check_sees_groups_of_other_axes(
+    worker_pool: WorkerPool, are_swapped: bool
+) -> None:
+    told = worker_pool.run(groups_told_right, are_swapped, world_size=4)
+    assert told == [[not are_swapped] * 2] * 4
+
+
 REPORT = """\
 rank 37 of 2,048: data 0, pipeline 2, context 0, tensor 5
 tensor, 8 ranks: 32 33 ... 39
@@ -376,6 +394,29 @@ def test_mesh_gone_wrong_is_noticed(
 
 
 # --- What PyTorch does, and what it refuses. ----------
+
+
+def place_on_a_small_mesh() -> list[int] | None:
+    """Make a mesh of two; return this rank's place on it."""
+    place = init_device_mesh("cpu", (2,)).get_coordinate()
+    return None if place is None else list(place)
+
+
+def test_a_mesh_smaller_than_the_world_leaves_ranks_out_silently(
+    worker_pool: WorkerPool,
+) -> None:
+    places = worker_pool.run(place_on_a_small_mesh, world_size=3)
+    assert places == [[0], [1], None]
+
+
+def test_an_axis_may_straddle_hosts_unless_it_divides_them() -> None:
+    def hosts(tensor: int) -> set[int]:
+        sizes = dict(zip(mesh.AXES, (48 // tensor, 1, 1, tensor), strict=True))
+        groups = [members(rank, sizes, "tensor") for rank in range(48)]
+        return {len({rank // 8 for rank in group}) for group in groups}
+
+    assert [hosts(n) for n in (2, 4, 8)] == [{1}] * 3
+    assert hosts(6) == {1, 2} and hosts(16) == {2}
 
 
 def take_two_steps(

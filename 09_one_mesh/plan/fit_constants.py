@@ -83,9 +83,13 @@ def main() -> None:
     found = fit_constants(runs)
     print(f"{len(runs)} rows fitted, error {error(found, runs):.1%}")
     for i, name in enumerate(Constants._fields):
-        less, more = (error(moved(found, by)[i], runs) for by in (-0.1, 0.1))
-        text = f"error with 0.1 less {less:.1%}, with 0.1 more {more:.1%}"
-        print(f"{name:9}| {found[i]:.3f} | {text}")
+        near = {"less": moved(found, -0.1)[i], "more": moved(found, 0.1)[i]}
+        text = ", ".join(
+            f"with 0.1 {word} {error(other, runs):.1%}"
+            for word, other in near.items()
+            if other != found  # its limit
+        )
+        print(f"{name:9}| {found[i]:.3f} | error {text}")
     with_memory = [run for run in runs if run.gib]
     ratios = [math.log(run.gib / predicted_gib(run)) for run in with_memory if run.gib]
     allocator = ALLOCATOR * math.exp(sum(ratios) / len(ratios))
