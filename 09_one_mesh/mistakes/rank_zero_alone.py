@@ -15,7 +15,7 @@ def main() -> None:
     """Sum the squares of two shards where a condition holds."""
     dist.init_process_group("gloo")
     data, tensor = divmod(dist.get_rank(), 2)
-    # A mesh's groups of some ranks wait 30 minutes, whatever init_process_group is told.
+    # Groups of some ranks of a mesh wait 30 minutes, whatever the world was told.
     limit = timedelta(seconds=2)
     groups = [dist.new_group(ranks, timeout=limit) for ranks in ([0, 1], [2, 3])]
     # WRONG: rank 0 has a partner on the tensor axis, for which this is not true. Ask
