@@ -79,7 +79,7 @@ def draw_legend(axes: Axes) -> None:
 def main() -> None:
     """Compare the arrows with the lesson's changes, and draw."""
     out = picture_parser("Draw the placements of a DTensor.").parse_args().out
-    lesson = chapter_module("06_fsdp/dtensor.py")
+    lesson = chapter_module("06_fsdp/dtensor/dtensor.py")
     changes = {(repr(before), repr(after)) for before, after in lesson.CHANGES}
     if changes != {arrow[:2] for arrow in ARROWS}:
         raise RuntimeError(f"the picture would lie: the lesson has {changes}")

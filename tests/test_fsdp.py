@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -38,6 +39,7 @@ from worker_pool import WorkerPool
 
 CHAPTER, DDP = "06_fsdp", "03_ddp_torchrun"
 SETTINGS, CHECKPOINTS = f"{CHAPTER}/settings", f"{CHAPTER}/checkpoints"
+DTENSOR = f"{CHAPTER}/dtensor"
 # A model and an epoch that take milliseconds: 48 samples of 16 bytes.
 TINY = ["--layers=2", "--width=16", "--heads=2", "--block-size=16", "--samples=48"]
 FLOAT64 = torch.float64
@@ -108,7 +110,7 @@ def test_picture_is_drawn_from_what_fully_shard_does(worker_pool: WorkerPool) ->
 def test_changes_of_placement_are_collectives(
     worker_pool: WorkerPool, world_size: int
 ) -> None:
-    outputs = worker_pool.run(run_lesson, CHAPTER, "dtensor", world_size=world_size)
+    outputs = worker_pool.run(run_lesson, DTENSOR, "dtensor", world_size=world_size)
     lines = outputs[0].splitlines()
     rows = {2: [3, 3], 3: [2, 2, 2], 4: [2, 2, 2, 0]}[world_size]
     shapes = [(n, 4) for n in rows]
@@ -146,7 +148,7 @@ def test_dtensor_notices_a_wrong_layer(worker_pool: WorkerPool, fault: Any) -> N
 
 def ending_with_linear(name: str) -> tuple[Any, str]:
     """Run dtensor.py with another layer."""
-    return ending(CHAPTER, "dtensor", sharded_linear=globals()[name])
+    return ending(DTENSOR, "dtensor", sharded_linear=globals()[name])
 
 
 # --- train.py. ----------
@@ -344,7 +346,7 @@ def test_train_notices_a_gradient_that_is_not_one_processs(
 def test_shards_are_drawn_as_one_process_draws(
     worker_pool: WorkerPool, world_size: int
 ) -> None:
-    outputs = worker_pool.run(run_lesson, CHAPTER, "meta_init", world_size=world_size)
+    outputs = worker_pool.run(run_lesson, DTENSOR, "meta_init", world_size=world_size)
     output = outputs[0]
     assert re.findall(r"(\d+) of (\d+) parameters are", output) == [
         ("26", "64"),  # the norms
@@ -362,7 +364,7 @@ def test_shards_are_drawn_as_one_process_draws(
 
 def seen_by_the_rule(*sizes: int) -> list[bool]:
     """Fill a GPT's shards as they are, and whole: do the rule's shards differ?"""
-    lesson = load_chapter(CHAPTER)["meta_init"]
+    lesson = load_chapter(DTENSOR)["meta_init"]
     names, found = ("replicate", "shard")[-len(sizes) :], []
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     for mode in (contextlib.nullcontext(), lesson.DrawWhole()):
@@ -447,7 +449,7 @@ def drawn_whole(axes: tuple[str, ...]) -> list[bool]:
     fully_shard(model, mesh=mesh["dp"] if "tp" in axes else mesh)
     model.to_empty(device="cpu")
     torch.manual_seed(0)
-    with load_chapter(CHAPTER)["init_whole"].DrawWhole():
+    with load_chapter(DTENSOR)["init_whole"].DrawWhole():
         for index in range(2):
             layer: Any = model.get_submodule(str(index))
             layer.reset_parameters()
@@ -470,7 +472,7 @@ def number_in(text: str) -> int:
 
 def ending_of_meta(fault: str) -> tuple[Any, str]:
     """Run meta_init.py with a part that is wrong."""
-    lesson = load_chapter(CHAPTER)["meta_init"]
+    lesson = load_chapter(DTENSOR)["meta_init"]
     real = lesson.draw_weights
 
     def own_seed(model: Any) -> None:
@@ -481,7 +483,7 @@ def ending_of_meta(fault: str) -> tuple[Any, str]:
         model.init_weights()
 
     return ending(
-        CHAPTER,
+        DTENSOR,
         "meta_init",
         draw_weights={"own seed": own_seed, "no reset": without_reset}[fault],
     )
@@ -654,6 +656,135 @@ def test_only_rank_0_reads_the_file_and_each_keeps_its_shards(
 
 def test_finetune_without_a_file_says_what_to_run(tmp_path: Path) -> None:
     code, said = ending(CHAPTER, "finetune", FILE=tmp_path / "model.pt")
+    assert code == 2
+    assert said.endswith("model.pt: run 06_fsdp/minimal.py first")
+
+
+# --- Evaluated, and asked for a text. ----------
+
+
+def ending_of_evaluate(path: Path, fault: str) -> tuple[Any, str]:
+    """Run evaluate.py on a file, with a fault; return how it ends."""
+    lesson: Any = load_chapter(CHAPTER)["evaluate"]
+    load, reduce = lesson.load_in_shards, dist.all_reduce
+
+    def load_badly(device: torch.device) -> Any:
+        model = load(device)
+        if fault == "a shard lost" and dist.get_rank() == 1:
+            model.final_norm.weight.to_local().detach().zero_()
+        return model
+
+    def reduce_badly(tensor: torch.Tensor, **words: Any) -> Any:
+        if fault != "a rank's own loss" or tensor.shape != (2,):
+            return reduce(tensor, **words)
+
+    def count_badly(things: Any) -> int:
+        is_missing = fault == "a sample too many" and isinstance(things, range)
+        return max(1, len(things)) if is_missing else len(things)
+
+    with (
+        mock.patch.dict(load.__globals__, FILE=path, GPTConfig=small_gpt),
+        mock.patch.object(dist, "all_reduce", reduce_badly),
+        mock.patch.object(lesson, "len", count_badly, create=True),
+    ):
+        words = {"FILE": path, "GPTConfig": small_gpt, "SAMPLES": 49}
+        return ending(CHAPTER, "evaluate", load_in_shards=load_badly, **words)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_evaluation_and_text_are_those_of_one_process(
+    worker_pool: WorkerPool, file_of_weights: Path, world_size: int
+) -> None:
+    ends = worker_pool.run(
+        ending_of_evaluate, file_of_weights, "none", world_size=world_size
+    )
+    said = "check: the mean loss of 49 samples, and the text, of one process"
+    assert ends == [(0, said)] + [(0, "")] * (world_size - 1)
+
+
+@pytest.mark.parametrize(
+    "fault", ["a rank's own loss", "a sample too many", "a shard lost"]
+)
+def test_evaluate_notices(
+    worker_pool: WorkerPool, file_of_weights: Path, fault: str
+) -> None:
+    # Two ranks have none of 49 samples left when the first takes its last.
+    ends = worker_pool.run(ending_of_evaluate, file_of_weights, fault, world_size=3)
+    assert_failed(ends, "the mean loss of 49 samples, and the text, of one")
+
+
+def gathers_of_a_text(path: Path) -> tuple[list[int], list[int], set[str], float]:
+    """Generate five bytes in two ways; count all-gathers, and forward passes.
+
+    Return also what kind the weights are after it, and the part of them that is kept.
+    """
+    modules = load_chapter(CHAPTER)
+    lesson, log = modules["evaluate"], modules["counters"].CollectiveLog
+    finetune = lesson.load_in_shards.__globals__
+    with mock.patch.dict(finetune, FILE=path, GPTConfig=small_gpt):
+        model = lesson.load_in_shards(torch.device("cpu"))
+    counts = []
+    for way in (contextlib.nullcontext(), lesson.gathered_once(model)):
+        model.reshard()
+        with log() as gathers, way:
+            model.generate(b"ab", 5, 1.0, 0)
+        counts.append(len(gathers.calls))
+    kinds = {type(weight).__name__ for weight in model.parameters()}
+    kept = sum(weight.to_local().numel() for weight in model.parameters())
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    samples = lesson.WindowDataset(lesson.load_text(None, 128)[1], 128, 33)
+    lesson.validation_loss(model, samples, torch.device("cpu"))
+    with log() as again:
+        model.reshard()
+        model(torch.zeros(1, 4, dtype=torch.long))
+        model(torch.zeros(1, 4, dtype=torch.long))
+    whole = sum(weight.numel() for weight in model.parameters())
+    return counts, [len(calls) - 2, len(again.calls)], kinds, kept / whole
+
+
+def test_weights_are_gathered_once_for_a_text_and_freed(
+    worker_pool: WorkerPool, file_of_weights: Path
+) -> None:
+    found = worker_pool.run(gathers_of_a_text, file_of_weights, world_size=3)
+    assert len(found) == 3
+    for counts, (passes, again), kinds, kept in found:
+        # Two blocks and the root, which stays whole; then each of them once.
+        assert counts == [1 + 2 * 5, 1 + 2]
+        # Of 33 samples in batches of 16 the third rank has one.
+        assert passes == 1 and again == 1 + 2 * 2
+        assert kinds == {"DTensor"} and kept == pytest.approx(1 / 3, abs=0.02)
+
+
+def embed(self: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Use a weight in a method that is not `forward`."""
+    return self.token_embedding.weight[tokens]
+
+
+def embedded_by_a_method(path: Path) -> tuple[str, bool]:
+    """Call such a method of a sharded model; then, registered, once more."""
+    lesson: Any = load_chapter(CHAPTER)["evaluate"]
+    finetune = lesson.load_in_shards.__globals__
+    tokens = torch.tensor([3, 1])
+    with mock.patch.dict(finetune, FILE=path, GPTConfig=small_gpt):
+        model = lesson.load_in_shards(torch.device("cpu"))
+    type(model).encode = embed
+    with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor") as no:
+        model.encode(tokens)
+    register_fsdp_forward_method(model, "encode")
+    rows = torch.load(path)["token_embedding.weight"][tokens]
+    return str(no.value)[:30], torch.equal(model.encode(tokens), rows.bfloat16())
+
+
+def test_a_method_that_uses_weights_is_registered(
+    worker_pool: WorkerPool, file_of_weights: Path
+) -> None:
+    found = worker_pool.run(embedded_by_a_method, file_of_weights)
+    assert len(found) == 2 and found[0][1] and found[1][1]
+
+
+def test_evaluate_without_a_file_says_what_to_run(tmp_path: Path) -> None:
+    code, said = ending(CHAPTER, "evaluate", FILE=tmp_path / "model.pt")
     assert code == 2
     assert said.endswith("model.pt: run 06_fsdp/minimal.py first")
 

@@ -17,8 +17,8 @@ def main() -> None:
     model = nn.Linear(4, 2, bias=False)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     # WRONG: a hook of the module gathers its parameters, and forward() runs no hooks.
-    # Write model(...). For another method that computes, such as generate(), there is
-    # register_fsdp_forward_method(model, "generate").
+    # Write model(...). For another method that uses weights itself, say encode(), there
+    # is register_fsdp_forward_method(model, "encode").
     model.forward(torch.ones(1, 4))
     dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
 """A DTensor: one tensor of which ranks hold shards, copies, or terms of a sum.
 
-Run: torchrun --nproc-per-node=2 06_fsdp/dtensor.py
+Run: torchrun --nproc-per-node=2 06_fsdp/dtensor/dtensor.py
 Expect: which collective each change of placement is. Then a layer with a sharded
     weight: two such changes, and the gradient of one process.
 """

@@ -1,6 +1,6 @@
 """A model too large for one rank: built without memory, filled in shards.
 
-Run: torchrun --nproc-per-node=2 06_fsdp/meta_init.py
+Run: torchrun --nproc-per-node=2 06_fsdp/dtensor/meta_init.py
 Expect: drawn as they are, the shards of all ranks are the same; drawn whole, one
     parameter at a time, they are one process's to the last bit. No rank held the model.
 """
