@@ -106,17 +106,20 @@ def test_1f1b_waits_as_long_as_gpipe(four_ranks: dict[str, Any]) -> None:
     assert four_ranks["1F1B"][1] == four_ranks["GPipe"][1] == pytest.approx(27.3)
 
 
-def end_of_last(schedule: Callable, forward: list[int], m: int) -> int:
-    """Return when the last call of a step is over, if a stage's calls take so long."""
+def end_of_last(
+    schedule: Callable, forward: list[int], m: int, message: float = 0
+) -> float:
+    """Return when a step's last call is over, if calls and messages take so long."""
     calls = load_chapter(BUBBLE)["call_timeline"]
     left = calls.calls_of(schedule, len(forward), m)
-    ends: dict[Any, int] = {None: 0}
-    free = [0] * len(forward)
+    ends: dict[Any, float] = {None: -message}
+    free = [0.0] * len(forward)
     while any(left):
         for stage, row in enumerate(left):
             while row and (call := calls.needed(row[0], stage, len(left))) in ends:
                 length = forward[stage] * (1 if row[0][0] == "F" else 2)
-                free[stage] = max(free[stage], ends[call]) + length
+                arrives = ends[call] + message * (call is None or call[1] != stage)
+                free[stage] = max(free[stage], arrives) + length
                 ends[row.pop(0), stage] = free[stage]
     return max(free)
 
@@ -127,6 +130,9 @@ def test_1f1b_and_gpipe_differ_if_stages_are_unequal() -> None:
     for forward in ([1, 1, 1], [2, 2, 2]):
         assert end_of_last(gpipe, forward, 6) == end_of_last(ours, forward, 6)
     assert [end_of_last(way, [3, 1, 1], 6) for way in (gpipe, ours)] == [60, 54]
+    # Each micro-batch waits for an answer in 1F1B, and in GPipe for the first one only.
+    slow = [end_of_last(way, [1, 1, 1], 6, 0.5) for way in (gpipe, ours)]
+    assert slow[0] == 24 + 4 * 0.5 < slow[1]
 
 
 def shares_of(name: str, micro_batches: tuple[int, ...]) -> list[Any]:

@@ -454,7 +454,10 @@ def without_norms_in_the_plan() -> tuple[int, bool, list[str]]:
         with pytest.raises(RuntimeError) as refused:
             call()
         said.append(str(refused.value))
-    return len(reduced), is_tied, said
+    train.distribute_module(ours, mesh)
+    with pytest.raises(RuntimeError) as refused:
+        ours(*batch)
+    return len(reduced), is_tied, [*said, str(refused.value)]
 
 
 def test_plan_without_norms_all_reduces_more_and_cannot_be_clipped(
@@ -465,7 +468,8 @@ def test_plan_without_norms_all_reduces_more_and_cannot_be_clipped(
     for reduced, _, said in results:
         # Query, key and value all-reduce the gradient of their input one by one.
         assert reduced == 6 * L + 2
-        assert len(said) == 2
+        # Then `distribute_module` has been called, and the forward pass fails.
+        assert len(said) == 3
         assert all("got mixed torch.Tensor and DTensor" in text for text in said)
 
 

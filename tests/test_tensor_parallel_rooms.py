@@ -167,7 +167,7 @@ def test_dtensors_on_a_cpu_leave_dropout_masks_to_the_seeds(
 
 
 def gradient_through_the_deprecated_sum() -> list[float]:
-    """Differentiate a sum over ranks in two ways."""
+    """Differentiate two sums over ranks, one after the other, in two ways."""
     import torch.distributed.nn.functional as differentiable
 
     grads = []
@@ -175,7 +175,7 @@ def gradient_through_the_deprecated_sum() -> list[float]:
         term = torch.ones((), requires_grad=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            way(term * 1).backward()
+            way(way(term * 1)).backward()
         grads.append(torch.as_tensor(term.grad).item())
     return grads
 
@@ -184,7 +184,8 @@ def test_differentiable_all_reduce_counts_the_loss_n_times(
     worker_pool: WorkerPool,
 ) -> None:
     found = worker_pool.run(gradient_through_the_deprecated_sum, world_size=3)
-    assert found == [[3.0, 1.0]] * 3
+    # Three for each of the two sums.
+    assert found == [[9.0, 1.0]] * 3
 
 
 def parallelize_own_weights(
