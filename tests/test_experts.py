@@ -500,6 +500,20 @@ def lesson_output(outputs: list[str], dropped: int) -> None:
     )
 
 
+@pytest.mark.slow
+def test_fsdp_divides_an_experts_gradient_by_its_copies_alone(
+    worker_pool: WorkerPool,
+) -> None:
+    outputs = worker_pool.run(run_lesson, ROOM, "with_fsdp", world_size=4)
+    assert outputs[0].splitlines() == [
+        "divisor 2 | experts' gradients 2.00 to 2.00",
+        "divisor 4 | experts' gradients 1.00 to 1.00",
+        "experts' numbers, by rank | [8192, 8192, 8192, 8192]",
+        "all others', by rank      | [3408, 3408, 3408, 3408]",
+        "check: weights of 3 steps are one process's",
+    ]
+
+
 @pytest.mark.smoke
 def test_experts_train_as_in_one_process(worker_pool: WorkerPool) -> None:
     outputs = worker_pool.run(run_lesson, ROOM, "experts")
