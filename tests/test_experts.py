@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lessons import run_lesson
+from lessons import in_the_pool, run_lesson
 from scripts import load_chapter
 from worker_pool import RankError, WorkerPool
 
@@ -498,6 +498,46 @@ def lesson_output(outputs: list[str], dropped: int) -> None:
         lines[-1]
         == "check: a gradient and 80 steps are one process's, bytes the formula's"
     )
+
+
+def with_fsdp(fault: str) -> tuple[Any, str]:
+    """Be a rank of with_fsdp.py, with a fault; return how it ends, and its output."""
+    lesson, output = load_chapter(ROOM)["with_fsdp"], io.StringIO()
+    shard, models = lesson.shard, lesson.both_models
+
+    def shard_badly(model: Any, everyone: Any, copies: Any, divide: bool) -> None:
+        copies = everyone if fault == "sharded over all" else copies
+        shard(model, everyone, copies, divide and fault != "default divisor")
+
+    def in_float32(device: torch.device, group: Any) -> list[Any]:
+        return [model.float() for model in models(device, group)]
+
+    changes = {"shard": shard_badly, "leave": mock.Mock()}
+    if fault == "float32":
+        changes["both_models"] = in_float32
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stdout(output))
+        ranks = load_chapter(ROOM)["ranks"]
+        stack.enter_context(mock.patch.object(ranks, "leave"))
+        for name, change in changes.items():
+            stack.enter_context(mock.patch.object(lesson, name, change))
+        stack.enter_context(in_the_pool(lesson))
+        try:
+            lesson.main()
+        except SystemExit as end:
+            return end.code, output.getvalue()
+    return 0, output.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["default divisor", "sharded over all", "float32"])
+def test_wrong_divisor_or_mesh_is_found(worker_pool: WorkerPool, fault: str) -> None:
+    ends = worker_pool.run(with_fsdp, fault, world_size=4)
+    # In float32 it runs on gloo, too, but not to 1e-9.
+    assert [code for code, _ in ends] == [1] * 4
+    if fault == "float32":
+        assert "divisor 4 | experts' gradients 1.00 to 1.00" in ends[0][1]
 
 
 @pytest.mark.slow

@@ -769,7 +769,9 @@ def embedded_by_a_method(path: Path) -> tuple[str, bool]:
     with mock.patch.dict(finetune, FILE=path, GPTConfig=small_gpt):
         model = lesson.load_in_shards(torch.device("cpu"))
     type(model).encode = embed
-    with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor") as no:
+    with pytest.raises(
+        RuntimeError, match=r"got mixed torch\.Tensor and DTensor"
+    ) as no:
         model.encode(tokens)
     register_fsdp_forward_method(model, "encode")
     rows = torch.load(path)["token_embedding.weight"][tokens]

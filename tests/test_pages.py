@@ -301,6 +301,17 @@ def mesh_too_large() -> str:
     return error_of(lambda: dist.device_mesh.init_device_mesh("cpu", (2,)))
 
 
+def own_divisor() -> str:
+    """Divide gradients under FSDP2 by a number that is not that of the ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    model: Any = fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
+    model.set_gradient_divide_factor(4.0)
+    loss = model(torch.ones(1, 2)).sum()
+    return error_of(loss.backward)
+
+
 def two_dtypes() -> str:
     """Shard, as one unit, a model with weights of two dtypes."""
     from torch.distributed.fsdp import fully_shard
@@ -584,13 +595,17 @@ IN_A_WORKER = [
     *(no_launcher, nobody_listens, one_host_missing, port_taken, no_nccl),
     *(fewer_devices, cut_file, foreign_object, two_writers, wrapped_names),
     *(not_joined, local_function, wrapper_and_model, all_frozen, mesh_too_large),
-    *(two_dtypes, no_strategy, few_samples, fixed_heads, more_ranks),
+    *(own_divisor, two_dtypes, no_strategy, few_samples, fixed_heads, more_ranks),
 ]
 IN_A_PROCESS = [dead_address, peer_gone, store_gone, thread_left, unknown_name]
 # These import DeepSpeed, which takes long.
 SLOWLY = {f.__name__: f for f in (under_deepspeed, killed_under_deepspeed)}
 PROVOKED = {f.__name__: f for f in (*IN_A_WORKER, *IN_A_PROCESS)} | SLOWLY
-RANKS = {"fixed_heads": 2, "more_ranks": 4}  # of the others one is enough
+RANKS = {
+    "fixed_heads": 2,
+    "more_ranks": 4,
+    "own_divisor": 2,
+}  # of the others one is enough
 
 
 # WHEN_IT_GOES_WRONG.md.

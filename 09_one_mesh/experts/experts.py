@@ -1,8 +1,8 @@
 """Train a mixture whose experts are sharded over the ranks; compare with one process.
 
 Run: torchrun --nproc-per-node=2 09_one_mesh/experts/experts.py
-Expect: four all-to-alls in a step, and one process's gradients, if those of experts
-    are not averaged as all others are; a balancing loss keeps all experts busy.
+Expect: four all-to-alls of rows in a step, and one process's gradients, if those of
+    experts are not averaged as all others are; a balancing loss keeps experts busy.
 """
 
 import os

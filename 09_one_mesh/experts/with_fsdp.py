@@ -24,6 +24,7 @@ def shard(model: Any, everyone: DeviceMesh, copies: DeviceMesh, divide: bool) ->
         fully_shard(expert, mesh=copies)
         if divide:
             expert.set_gradient_divide_factor(everyone.size())
+            expert.set_force_sum_reduction_for_comms(True)  # gloo: needed in float32
     fully_shard(model, mesh=everyone)
 
 
