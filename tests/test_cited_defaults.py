@@ -115,8 +115,8 @@ CITED: list[tuple[str, str, object, Callable[[], object]]] = [
         lambda: torchrun_default("rdzv_backend"),
     ),
     (
-        f"{CLUSTER}/LABORATORY.md",
-        "`last_call_timeout` seconds to come, 30 by default",
+        "03_ddp_torchrun/fault_tolerance/README.md",
+        "wait `last_call_timeout` for another host (here 4 s, by default 30)",
         30.0,
         lambda: RendezvousTimeout().last_call.total_seconds(),
     ),

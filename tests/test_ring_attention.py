@@ -273,6 +273,29 @@ def costs(way: str, tokens: int) -> dict[str, Any]:
     }
 
 
+def waited_when_yielded() -> list[int]:
+    """Go round the ring; count the messages waited for when each part is yielded."""
+    lesson: Any = load_chapter(ROOM)["ring_attention"]
+    waited, pass_on = [], lesson.pass_on
+
+    def counted(*words: Any) -> Any:
+        arriving, works = pass_on(*words)
+        seen = [mock.Mock(wait=lambda w=w: (waited.append(1), w.wait())) for w in works]
+        return arriving, seen
+
+    shards = [torch.arange(2)] * 3
+    with mock.patch.object(lesson, "pass_on", counted):
+        kv = torch.full((2, 2, 4), float(dist.get_rank()))
+        ring = lesson.around_the_ring(kv, shards, dist.group.WORLD)
+        counts = [len(waited) for _ in ring]
+    return counts
+
+
+def test_the_next_keys_travel_while_these_are_used(worker_pool: WorkerPool) -> None:
+    # A send and a receive, both waited for only when the caller asks for the next.
+    assert worker_pool.run(waited_when_yielded, world_size=3) == [[0, 2, 4]] * 3
+
+
 def test_zigzag_ranks_compute_equally_much_in_each_step(
     worker_pool: WorkerPool,
 ) -> None:
