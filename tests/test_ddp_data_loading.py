@@ -155,6 +155,7 @@ def load_while_a_thread_holds_a_lock(by_fork: bool) -> str:
         thread.join()
 
 
+@pytest.mark.slow
 def test_a_forked_worker_waits_for_a_lock_that_a_thread_of_its_rank_held(
     worker_pool: WorkerPool,
 ) -> None:
@@ -414,6 +415,7 @@ def with_small_shm(megabytes: int) -> Result:
     return run(command)
 
 
+@pytest.mark.slow
 def test_dev_shm_too_small_for_one_worker_is_an_error() -> None:
     # The only way to learn whether one may mount is to do it once.
     probe = ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]

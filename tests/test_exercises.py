@@ -688,6 +688,7 @@ def fit_with_flaw(
     return None if flaw == "returns nothing" else losses
 
 
+@pytest.mark.slow
 def test_your_own_script(worker_pool: WorkerPool, tmp_path: Path) -> None:
     weight, loss = "after step 1: layers.0.weight moved", "the loss of epoch 0 is"
     differ = f"{weight} {{0: 1.048, 1: 0.952}} times as far: the ranks' weights differ"
@@ -1070,6 +1071,7 @@ def test_engine(worker_pool: WorkerPool, tmp_path: Path) -> None:
     expect(by_rank, hints)
 
 
+@pytest.mark.slow
 def test_sharded_adam_answered_by_pasting_from_the_page(tmp_path: Path) -> None:
     folder = ROOT / "05_deepspeed_zero" / "exercises"
     start = "class ShardedAdam:\n"

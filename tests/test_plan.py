@@ -1174,7 +1174,7 @@ def test_a_choice_that_is_much_slower_is_not_recommended(
     lines = choose(small, "--devices=8")
     assert lines[1].split() == ["devices", "8"]
     assert lines[2].split() == ["your", "model", "ddp"]
-    assert lines[3].startswith("check: 1 choices, ") and len(lines) == 4
+    assert lines[3].startswith("check: 1 choice, ") and len(lines) == 4
     monkeypatch.setattr(CHOOSE, "DEVICES", (8, 30))
     assert choose(small)[2].split() == ["your", "model", "ddp", "?"]
     with pytest.raises(SystemExit, match="no rule fits: ask plan"):

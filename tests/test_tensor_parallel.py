@@ -259,7 +259,7 @@ def test_ranks_that_cannot_share_the_heads_are_refused_in_one_line(
     assert errors.startswith(f"lesson.py: {said}") and errors.count("\n") == 1
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gpt_by_hand_is_one_process_after_50_steps(
     worker_pool: WorkerPool, world_size: int
 ) -> None:
