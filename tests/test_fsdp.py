@@ -600,6 +600,53 @@ def test_loss_outside_the_model_has_more_than_the_digits_of_bf16(
         assert 1e-7 < abs(loss - exact) < 2e-3
 
 
+def dtypes_of_a_step(path: Path) -> dict[str, set[torch.dtype]]:
+    """Take finetune.py's first step; return the dtypes of its collectives, by kind."""
+    modules = load_chapter(CHAPTER)
+    lesson, log = modules["finetune"], modules["counters"].CollectiveLog()
+    tokens = torch.randint(256, (2, 8, 128))
+    with (
+        mock.patch.object(lesson, "FILE", path),
+        mock.patch.object(lesson, "GPTConfig", small_gpt),
+    ):
+        run = lesson.start(torch.device("cpu"))
+        with log:
+            lesson.finetune_step(run, *tokens)
+    dtypes: dict[str, set[torch.dtype]] = {}
+    for call in log.calls:
+        dtypes.setdefault(call.name, set()).add(call.dtype)
+    assert len(log.calls) >= 8
+    return dtypes
+
+
+def test_finetune_reduces_in_float32(
+    worker_pool: WorkerPool, file_of_weights: Path
+) -> None:
+    found = worker_pool.run(dtypes_of_a_step, file_of_weights)
+    assert len(found) == 2
+    for dtypes in found:
+        assert dtypes["reduce-scatter"] == {torch.float32}
+
+
+def reductions_of_a_step(micro_batches: int) -> int:
+    """Add up train.py's gradients in micro-batches; count reduce-scatters."""
+    modules = load_chapter(CHAPTER)
+    log = modules["counters"].CollectiveLog()
+    model: Any = modules["model"].GPT(small_gpt())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    batches = [(0, *torch.randint(256, (2, 2, 16))) for _ in range(micro_batches)]
+    with log:
+        modules["train"].add_gradients(model, model, batches, 4 * micro_batches, False)
+    return sum(call.name == "reduce-scatter" for call in log.calls)
+
+
+def test_train_reduces_once_a_step(worker_pool: WorkerPool) -> None:
+    # Two blocks and the root.
+    assert worker_pool.run(reductions_of_a_step, 3) == [3, 3]
+
+
 def gradient_of_a_step(path: Path) -> tuple[float, float, float]:
     """Take finetune.py's first step; compare its gradient with one process's.
 

@@ -1,6 +1,6 @@
 """Load a Hugging Face causal language model in shards, and save it whole.
 
-Carry away this one file. It fits what is built like Llama: Qwen, Mistral ...
+Carry away this one file. It fits what is built like Llama: dense Qwen, Mistral ...
 """
 
 from pathlib import Path
