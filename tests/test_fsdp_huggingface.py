@@ -343,6 +343,7 @@ def test_model_with_other_buffers_is_refused(
         (["--model=x"], "--model needs --save=FOLDER, too"),
         (["--model={folder}", "--save=x"], "Unrecognized model in .*"),
         (["--model=/no/such", "--save=x"], "--model=/no/such: there is no such folder"),
+        (["--model=a/b/c", "--save=x"], "--model=a/b/c: there is no such folder"),
     ],
 )
 def test_wrong_words_are_refused_in_one_line(

@@ -601,11 +601,8 @@ IN_A_PROCESS = [dead_address, peer_gone, store_gone, thread_left, unknown_name]
 # These import DeepSpeed, which takes long.
 SLOWLY = {f.__name__: f for f in (under_deepspeed, killed_under_deepspeed)}
 PROVOKED = {f.__name__: f for f in (*IN_A_WORKER, *IN_A_PROCESS)} | SLOWLY
-RANKS = {
-    "fixed_heads": 2,
-    "more_ranks": 4,
-    "own_divisor": 2,
-}  # of the others one is enough
+# Of the others one is enough.
+RANKS = {"fixed_heads": 2, "more_ranks": 4, "own_divisor": 2}
 
 
 # WHEN_IT_GOES_WRONG.md.

@@ -1014,7 +1014,19 @@ def test_how_far_off_the_rules_are_for_long_sequences(
         if loss is not None:
             losses[f"{cluster} {model} on {devices}"] = round(100 * loss)
     worst = max(losses, key=losses.__getitem__)
-    assert (worst, losses[worst]) == most
+    assert (worst, losses[worst]) == most and len(losses) > 60
+
+
+def test_selective_recomputation_keeps_half_and_a_quarter_at_eight() -> None:
+    kept = load_chapter("09_one_mesh/plan")["memory"].kept_by_block
+    shares: dict[int, list[float]] = {1: [], 8: []}
+    for model in models.MODELS:
+        job = job_on("h100", model, 64, 4096, 1024)
+        for t, found in shares.items():
+            found.append(kept(job, "selective", t) / kept(job, "none", t))
+    assert [len(found) for found in shares.values()] == [7, 7]
+    assert shares[1] == pytest.approx([0.47] * 7, abs=0.03)
+    assert shares[8] == pytest.approx([0.25] * 7, abs=0.03)
 
 
 def test_first_layout_of_the_rules_that_fits_and_hides_is_chosen() -> None:

@@ -53,8 +53,11 @@ def main(options: argparse.Namespace) -> None:
     """Load, train and save in shards; compare with one process, and what it loads."""
     if options.model and not options.save:
         fail("--model needs --save=FOLDER, too")
-    if (options.model or "x")[0] in "./" and not Path(options.model).is_dir():
-        fail(f"--model={options.model}: there is no such folder")  # no hub's name
+    name = options.model or ""
+    # A name on the hub has one slash at most, and does not begin with it.
+    is_path = name.startswith((".", "/")) or name.count("/") > 1
+    if is_path and not Path(name).is_dir():
+        fail(f"--model={name}: there is no such folder")
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as own:
         # Every rank has its own. In a group rank 0 alone would write, and what saving
