@@ -273,8 +273,9 @@ def test_only_rank_0_ever_has_the_whole_and_it_comes_back_as_it_was(
         assert len(found["saved"]) == (26 if tied else 27)
         assert ("lm_head.weight" in found["saved"]) == (not tied)
         assert found["kind"] == ["Qwen2ForCausalLM"]
-    # The other rank has one whole tensor at a time beside its shards.
-    most = second["kept"] + 2 * second["largest"] + 1000  # and the buffers
+    # The other rank has one whole tensor at a time beside its shards. Of one that a
+    # broadcast filled, gloo's thread may let go only when the next are there.
+    most = second["kept"] + 2.5 * second["largest"]
     assert second["peak"] < most < second["whole"]
     assert first["peak"] > first["kept"] + (
         first["whole"] if dtype == torch.float32 else first["whole"] / 2
