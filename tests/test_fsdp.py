@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -886,6 +887,51 @@ def test_checkpoint_without_a_part_is_noticed(
 ) -> None:
     ends = worker_pool.run(ending_of_checkpoint, fault, world_size=3)
     assert_failed(ends, "model and optimizer resume alike")
+
+
+def resumed_with_an_unused_layer(folder: Path, way: str) -> str:
+    """Save AdamW's state of two layers, one unused; load it; return the error."""
+    stateful = load_chapter(CHAPTER)["stateful"]
+
+    def run(way: str) -> Any:
+        model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("used", "unused")})
+        model["unused"].requires_grad_(way != "left out")
+        for layer in model.values():
+            fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return stateful.Training(model, torch.optim.AdamW(trained, lr=0.1))
+
+    saved, loaded = run(""), run(way)
+    for parameter in saved.model["used"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    saved.optimizer.step()
+    dcp.save({"run": saved}, checkpoint_id=folder)
+    partial = dcp.DefaultLoadPlanner(allow_partial_load=way == "partial load")
+    try:
+        dcp.load({"run": loaded}, checkpoint_id=folder, planner=partial)
+    except CheckpointException as error:
+        return str(error)
+    states = [run.model.state_dict() for run in (saved, loaded)]
+    for (name, ours), theirs in zip(states[0].items(), states[1].values(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs.full_tensor()), name
+    weight = loaded.model["used"].weight
+    assert loaded.optimizer.state[weight]["step"] == 1 and len(states[0]) == 4
+    return ""
+
+
+def test_weights_that_never_had_a_gradient_are_missing_from_a_checkpoint(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    said = (
+        "Missing key in checkpoint state_dict: run.optimizer.state.unused.weight.step."
+    )
+    for number, way in enumerate(["", "left out", "partial load"]):
+        errors = worker_pool.run(
+            resumed_with_an_unused_layer, tmp_path / str(number), way
+        )
+        assert len(errors) == 2
+        for error in errors:
+            assert said in error if not way else error == ""
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -209,6 +209,21 @@ def norms_of_steps(folder: Path) -> list[float]:
     return norms
 
 
+def dtypes_reduced() -> set[torch.dtype]:
+    """Run the script in bf16; return the dtypes in which gradients are reduced."""
+    lesson: Any = load_chapter(ROOM)["causal_lm"]
+    log, real = load_chapter("06_fsdp")["counters"].CollectiveLog(), lesson.finetune
+
+    def finetuned(*arguments: Any) -> Any:
+        with log:
+            return real(*arguments)
+
+    with mock.patch.object(lesson, "finetune", finetuned):
+        code, output = run_causal_lm("", "--bf16")
+    assert code == 0, output
+    return {call.dtype for call in log.calls if call.name == "reduce-scatter"}
+
+
 def refused(config: dict[str, Any], folder: Path) -> str:
     """Build a model of another kind; return why it is refused."""
     from transformers import AutoConfig
@@ -223,6 +238,7 @@ def refused(config: dict[str, Any], folder: Path) -> str:
 
 # --- What they must say. ----------
 
+QWEN_MOE = {"model_type": "qwen2_moe", "num_hidden_layers": 1, "num_experts": 2}
 CLAIM = "the losses of one process, and of the saved model on one process"
 
 
@@ -248,6 +264,10 @@ def test_check_notices(worker_pool: WorkerPool, fault: str) -> None:
     ends = worker_pool.run(run_causal_lm, fault)
     assert [code for code, _ in ends] == [1, 1], ends
     assert f"check failed on ranks [0, 1], not so: {CLAIM}" in ends[0][1]
+
+
+def test_bf16_adds_up_gradients_in_float32(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(dtypes_reduced) == [{torch.float32}] * 2
 
 
 def test_gradients_are_clipped_by_the_norm_of_all_shards(
@@ -326,12 +346,13 @@ def test_transformers_itself_loads_in_shards(
     [
         ({"model_type": "gpt2"}, "GPT2LMHeadModel has buffers in"),
         ({"model_type": "gemma"}, "GemmaForCausalLM has buffers in"),
+        (QWEN_MOE, "Qwen2MoeForCausalLM has other names in its files"),
         ({"model_type": "mistral"}, ""),
         ({"model_type": "llama"}, ""),
         ({"model_type": "qwen3"}, ""),
     ],
 )
-def test_model_with_other_buffers_is_refused(
+def test_model_that_is_not_built_like_llama_is_refused(
     worker_pool: WorkerPool, tmp_path: Path, config: dict[str, Any], said: str
 ) -> None:
     (found,) = worker_pool.run(refused, config, tmp_path, world_size=1)

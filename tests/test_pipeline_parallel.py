@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from launch import ROOT, torchrun
-from lessons import in_the_pool
+from lessons import CPU, in_the_pool
 from scripts import load_chapter
 from tiny_gpt import write_text
 from worker_pool import WorkerPool
@@ -377,6 +377,43 @@ def test_lesson_notices(worker_pool: WorkerPool, fault: str) -> None:
     ends = worker_pool.run(end_of, "train_stages", fault, world_size=3)
     assert [status for status, _ in ends] == [1, 1, 1]
     assert "check failed on ranks" in ends[0][1]
+
+
+def largest_difference(fault: str) -> tuple[float, float]:
+    """Train by 1F1B: the largest difference, and the largest weight of a matrix."""
+    lesson, compared = script("train_stages"), script("comparison")
+    alone = compared.weights_of_one_process(CPU)
+    with contextlib.ExitStack() as stack:
+        if fault:
+            place, replaced, by = FAULTS[fault]
+            stack.enter_context(mock.patch.object(script(place), replaced, by))
+        model, batches = compared.model_and_batches(CPU)
+        part = lesson.Part(model, dist.get_rank(), [2, 1, 1, 1])
+        lesson.train_by_schedule(
+            lesson.Stage(part), compared.SCHEDULES["one_f_one_b.py"], batches
+        )
+    weights = part.state_dict()
+    far = max((p - alone[name]).abs().max().item() for name, p in weights.items())
+    return far, max(p.abs().max().item() for p in alone.values() if p.ndim > 1)
+
+
+def test_faults_move_the_weights_as_far_as_the_page_says(
+    worker_pool: WorkerPool,
+) -> None:
+    page = (ROOT / CHAPTER / "README.md").read_text()
+    rows = {
+        "as above": "",
+        "each stage clips by its own norm": "norm of one stage",
+        "the tied matrix's gradients are not added up": "tied gradients apart",
+    }
+    for row, fault in rows.items():
+        (told,) = re.findall(rf"^\| {row} \| (\S+) \|$", page, re.M)
+        found = worker_pool.run(largest_difference, fault, world_size=4)
+        far = max(far for far, _ in found)
+        # Of a difference that rounding makes, another processor may have a multiple.
+        assert far < 1e-14 if not fault else f"{far:.0e}" == told.replace("e-", "e-0")
+        assert {f"{largest:.1f}" for _, largest in found} == {"0.4"}
+    assert len(rows) == 3
 
 
 def test_two_stages_as_the_page_has_it(worker_pool: WorkerPool) -> None:

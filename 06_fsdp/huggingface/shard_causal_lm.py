@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 
 def build_on_meta(name: str) -> Any:
@@ -29,6 +30,8 @@ def build_on_meta(name: str) -> Any:
     others = {n.rpartition(".")[0] for n, _ in model.named_buffers() if n not in stored}
     if others != {"model.rotary_emb"}:
         raise ValueError(f"{kind} has buffers in {others or None}, not in a rotary_emb")
+    if get_checkpoint_conversion_mapping(config.model_type):  # a matrix for each expert
+        raise ValueError(f"{kind} has other names in its files than in memory")
     return model
 
 
