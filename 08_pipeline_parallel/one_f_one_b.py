@@ -39,9 +39,10 @@ def main() -> None:
     rows = timeline(calls)
     idle = [row.count("") / len(row) for row in rows]
     formula = (p - 1) / (m + p - 1)
-    claim = f"(p - 1) / (m + p - 1) = {formula:.1%} idle, p - s in flight on stage s"
+    shown = f"(p - 1) / (m + p - 1) = {formula:.1%} idle"
+    claim = f"{shown}, min(p - s, m) in flight on stage s"
     if idle != [formula] * p or in_flight != [min(p - s, m) for s in range(p)]:
-        sys.exit(f"not so: {claim}, at most m")
+        sys.exit(f"not so: {claim}")
     print(f"check: {claim}")
 
 

@@ -39,7 +39,7 @@ def owners(schedule: str, ranks: int) -> list[int]:
 
 
 def check_cut(options: Namespace, global_batch_size: int, ranks: int) -> None:
-    """Refuse layers and micro-batches that PyTorch cannot place (ValueError)."""
+    """Refuse too few layers or micro-batches, and unequal ones (ValueError)."""
     even_cut(options.layers, len(owners(options.schedule, ranks)))
     count, rest = divmod(global_batch_size, options.batch_size)
     if rest:

@@ -279,12 +279,15 @@ def test_tied_matrix_stays_the_same_bits_on_both_ends(worker_pool: WorkerPool) -
     assert middle is None and torch.equal(first, last)
 
 
-def gradients_under_way(name: str, micro_batches: int) -> list[int]:
-    """Run a step; when a gradient is sent, how many sent ones does this rank hold?"""
+def held_after_sending(name: str, micro_batches: int, way: int) -> list[int]:
+    """Run a step; when a tensor is sent, how many sent ones does this rank hold?
+
+    `way` is 1 for activations and -1 for gradients.
+    """
     module, sent, alive, isend = script("stage"), [], [], dist.isend
 
     def noted(tensor: Tensor, to: int, **options: Any) -> Any:
-        if to < dist.get_rank():
+        if to == dist.get_rank() + way:
             sent.append(weakref.ref(tensor))
             alive.append(sum(one() is not None for one in sent))
         return isend(tensor, to, **options)
@@ -302,11 +305,21 @@ def gradients_under_way(name: str, micro_batches: int) -> list[int]:
 def test_a_stage_holds_few_gradients_that_it_has_sent(
     worker_pool: WorkerPool, name: str, p: int
 ) -> None:
-    first, *others = worker_pool.run(gradients_under_way, name, 9, world_size=p)
+    first, *others = worker_pool.run(held_after_sending, name, 9, -1, world_size=p)
     assert first == [] and len(others) == p - 1
     # However many micro-batches there are: the one before may still be on its way.
     for alive in others:
         assert len(alive) == 9 and max(alive) <= 2
+
+
+def test_a_stage_holds_the_activations_that_are_in_flight(
+    worker_pool: WorkerPool,
+) -> None:
+    *others, last = worker_pool.run(
+        held_after_sending, "one_f_one_b", 9, 1, world_size=3
+    )
+    assert last == [] and [len(alive) for alive in others] == [9, 9]
+    assert [max(alive) for alive in others] == [3, 2]
 
 
 # --- The lessons, whole and broken. ----------
@@ -444,11 +457,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Run(NamedTuple):
-    """What a rank of train.py printed, how it ended, the calls of its last step."""
+    """What a rank of train.py printed, how it ended, its calls, what it draws from."""
 
     output: str
     status: Any
     calls: list[tuple[int, str]]
+    seed: int
 
 
 def run_train(chapter: str, *words: str, stop_after: int = 0) -> Run:
@@ -487,7 +501,7 @@ def run_train(chapter: str, *words: str, stop_after: int = 0) -> Run:
             train.main(train.ranks.read_options(**train.OPTIONS))
         except SystemExit as end:
             status = end.code
-    return Run(said.getvalue(), status, calls)
+    return Run(said.getvalue(), status, calls, torch.initial_seed())
 
 
 def weights_in(path: Path) -> dict[str, Tensor]:
@@ -588,6 +602,7 @@ def test_train_makes_the_calls_of_the_lessons_1f1b(
     for index, run in enumerate(runs):
         first_step = [call for stage, call in run.calls if stage == index][:8]
         assert " ".join(first_step) == order("one_f_one_b", index, 4, 4)
+    assert [run.seed for run in runs] == [0, 1, 2, 3]  # each draws its own masks
 
 
 def run_until(chapter: str, words: list[str], stop_after: int) -> Run:
@@ -607,7 +622,7 @@ def test_checkpoint_goes_from_03_to_08_and_back(
         ("03_ddp_torchrun", 1, 0, path),
     ]
     assert len(legs) == 4
-    uneven, runs = [*words, f"--checkpoint={path}", "--batch-size=3"], []
+    uneven, runs, losses = [*words, f"--checkpoint={path}", "--batch-size=3"], [], []
     for chapter, n, stop_after, file in legs:
         runs = worker_pool.run(
             run_until,
@@ -617,12 +632,16 @@ def test_checkpoint_goes_from_03_to_08_and_back(
             world_size=n,
         )
         assert [run.status for run in runs] == [0] * n, runs[0].output
+        losses.append(re.findall(r"mean loss (\S+)", runs[0].output))
         if stop_after == 1:
             (refused,) = worker_pool.run(run_until, CHAPTER, uneven, 0, world_size=1)
             assert refused.status == 2
             assert "micro-batches must be equal" in refused.output
     assert "step 2, global batch size 16" in runs[0].output
     assert "16 x 3 = 48 different samples" in runs[0].output
+    assert len(losses[0]) == 3 and losses[0] == [
+        loss for leg in losses[1:] for loss in leg
+    ]
     expected, found = (
         torch.load(one, weights_only=True) for one in (uninterrupted, path)
     )
@@ -647,7 +666,7 @@ def test_checkpoint_goes_from_03_to_08_and_back(
         ("Interleaved1F1B", 4, 112, "7 micro-batches do not divide into 3 rounds"),
     ],
 )
-def test_cut_that_pytorch_cannot_place_is_refused(
+def test_too_few_or_unequal_parts_are_refused(
     schedule: str, layers: int, samples: int, complaint: str
 ) -> None:
     check_cut = script("staged_gpt").check_cut

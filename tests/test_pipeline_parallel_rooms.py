@@ -412,6 +412,27 @@ def test_last_stage_steps_too_early_in_silence(
     assert (failed, ended) == (1, 0) and first > second + 0.01
 
 
+def test_autograd_overlooks_a_fused_step() -> None:
+    ends = {}
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        for fused in (False, True):
+            stage = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+            optimizer = kind(stage.parameters(), lr=0.1, fused=fused)
+            ys = [stage(torch.ones(4, 3)).sum() for _ in range(2)]
+            ys[0].backward()
+            before = stage[1].weight.detach().clone()
+            optimizer.step()
+            assert not torch.equal(before, stage[1].weight)
+            try:
+                ys[1].backward()
+                ends[kind, fused] = ""
+            except RuntimeError as error:
+                ends[kind, fused] = str(error)
+    assert len(ends) == 4
+    for (_, fused), said in ends.items():
+        assert ("modified by an inplace operation" in said) == (not fused)
+
+
 def test_batch_norm_sees_micro_batches(
     shown: dict[str, list[tuple[str, int]]],
 ) -> None:
@@ -553,6 +574,23 @@ def test_best_cut_by_hand() -> None:
 # --- link/: what is sent. ----------
 
 
+def without_a_norm(model: Any, step: Callable) -> Callable:
+    """Let a step leave half of the gradient of a norm in a block."""
+
+    def broken(tokens: Any) -> Any:
+        loss = step(tokens)
+        model.blocks[1].mlp_norm.weight.grad /= 2
+        return loss
+
+    return broken
+
+
+OF_THE_STEP = {
+    "half of a norm": without_a_norm,
+    "no loss": lambda model, step: lambda tokens: 0 * step(tokens),
+}
+
+
 def three_ways_with(fault: str, samples: int = 8) -> tuple[Any, str]:
     """Run three_ways.py on a smaller GPT, with one of its parts broken.
 
@@ -566,6 +604,10 @@ def three_ways_with(fault: str, samples: int = 8) -> tuple[Any, str]:
         if fault == "no sum":
             nothing = mock.patch.object(dist, "all_reduce", lambda *_, **__: None)
             stack.enter_context(nothing)
+        if fault in OF_THE_STEP:
+            build = lesson.WAYS["data"]
+            broken = {"data": lambda model: OF_THE_STEP[fault](model, build(model))}
+            stack.enter_context(mock.patch.dict(lesson.WAYS, broken))
         if fault == "half":
             right = lesson.expected_bytes
             half = mock.patch.object(lesson, "expected_bytes", lambda *a: right(*a) / 2)
@@ -614,7 +656,7 @@ def test_pipeline_of_three_ways_sends_four_micro_batches(
     assert backward == [(2, 16, 32)] * 2 * 4
 
 
-@pytest.mark.parametrize("fault", ["no sum", "half"])
+@pytest.mark.parametrize("fault", ["no sum", "half", *OF_THE_STEP])
 def test_three_ways_notice(worker_pool: WorkerPool, fault: str) -> None:
     ends = worker_pool.run(three_ways_with, fault)
     assert [code for code, _ in ends] == [1, 1]
@@ -673,6 +715,15 @@ def waits_for_the_next(stage: int, stages: int, micro_batches: int) -> list[str]
     return calls if stage == 0 else late
 
 
+def one_backward_more(stage: int, stages: int, micro_batches: int) -> list[str]:
+    """Let stage 0 wait for one gradient more before each forward pass but the first."""
+    calls = stage_order.order_of(stage, stages, micro_batches)
+    for i in range(stages, micro_batches if stage == 0 else 0):
+        at = calls.index(f"F{i}")
+        calls[at : at + 2] = calls[at + 1], calls[at]
+    return calls
+
+
 @pytest.mark.parametrize(
     ("answer", "hint"),
     [
@@ -682,6 +733,7 @@ def waits_for_the_next(stage: int, stages: int, micro_batches: int) -> list[str]
         (backwards, "messages arrive in the order 0, 1, 2"),
         (forgets_the_last, "stage 0 makes the calls B0 B1 B2 B3 B4, not B0"),
         (waits_for_the_next, "the stages wait for each other"),
+        (one_backward_more, "22 units of time, not 18"),
     ],
 )
 def test_order_s_checker_says_what_is_wrong(answer: Any, hint: str) -> None:

@@ -1,7 +1,7 @@
 """Let both stages send first: an activation one way, a gradient the other way.
 
 Run: torchrun --nproc-per-node=2 08_pipeline_parallel/mistakes/both_send_first.py
-Expect: both ranks time out in `send` after two seconds.
+Expect: one rank or both time out in `send` after two seconds.
 """
 
 from datetime import timedelta
