@@ -211,6 +211,29 @@ def test_an_older_checkpoint_stays_until_the_new_one_is_whole(
     assert load_chapter(ROOM)["resume_elsewhere"].find_problem(folder, 1) == ""
 
 
+def test_shards_are_in_previous_between_the_two_renames(tmp_path: Path) -> None:
+    publish, rename = load_chapter(ROOM)["shards"].publish, Path.rename
+    for name in ("half", "unfinished"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shard").write_text(name)
+
+    def fail_at_the_second(path: Path, to: Path) -> Path:
+        if path.name == "unfinished":
+            raise MemoryError
+        return rename(path, to)
+
+    with (
+        mock.patch.object(Path, "rename", fail_at_the_second),
+        pytest.raises(MemoryError),
+    ):
+        publish(tmp_path, {})
+    assert (tmp_path / "previous" / "shard").read_text() == "half"
+    assert (tmp_path / "unfinished" / "shard").read_text() == "unfinished"
+    publish(tmp_path, {})
+    assert (tmp_path / "half" / "shard").read_text() == "unfinished"
+    assert (tmp_path / "latest").read_text() == "half"
+
+
 @pytest.mark.slow
 def test_a_damaged_shard_is_named_and_a_move_that_fails_is_refused(
     shards: tuple[Path, list[list[str]]], tmp_path: Path

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import psutil
@@ -298,6 +298,7 @@ def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
         for one in (config, str(path))
     ]
     config["optimizer"]["params"]["adam_w_mode"] = False
+    config["data_types"] = {"grad_acum_dtype": "fp32"}  # misspelt, and accepted
     told = deepspeed.initialize(model=modules["qwen"].small_model(), config=config)[0]
     config["train_micro_batch_per_gpu"] = config.pop("train_micro_batch_size_per_gpu")
     with pytest.raises(AssertionError) as needed:
@@ -354,6 +355,9 @@ def frozen_and_generated(stage: int) -> dict[str, Any]:
         "all": sum(modules["engine_checks"].tensor_sizes(engine)),
         "tokens": engine.module.generate(start, max_new_tokens=4, do_sample=False),
     }
+    unequal = {"max_new_tokens": 2 + 4 * dist.get_rank(), "do_sample": False}
+    longer = engine.module.generate(start, synced_gpus=True, **unequal)
+    found["longer"] = longer.shape[1] - 8
     first = next(iter(engine.module.parameters()))
     with deepspeed.zero.GatheredParameters([first]):
         found["whole"] = first.numel() == first.shape.numel() == 256 * 128
@@ -378,19 +382,29 @@ def learning_rates() -> list[float]:
     return rates
 
 
-def follow_the_recipe(folder: str, forgets: str) -> tuple[str, bool, list[str]]:
+class Followed(NamedTuple):
+    """What a rank saw of the recipe."""
+
+    output: str
+    is_right: bool
+    latest: list[str]  # what it named when rank 1 had not saved its shard yet
+    rows: list[Any]  # those of its first two steps
+    is_whole: bool  # the text held out, and the one to train on, are all of it
+
+
+def follow_the_recipe(folder: str, forgets: str) -> Followed:
     """Run the recipe, then save as DeepSpeed does by itself, where rank 1 is slow.
 
-    Returns:
-        What this rank printed, whether its check was right, and what `latest` named
-        when rank 1 had not saved its shard yet. `forgets` is what is not loaded.
+    `forgets` is what is not loaded.
     """
     modules, output, seen = prepare(), io.StringIO(), []
+    rows, texts = [], {}
     recipe = modules["recipe"]
     import deepspeed
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     save, load = DeepSpeedEngine._save_zero_checkpoint, DeepSpeedEngine.load_checkpoint
+    forward, global_batch = DeepSpeedEngine.forward, recipe.global_batch
 
     def save_late(engine: Any, path: Any, tag: str) -> None:
         if dist.get_rank() == 1:
@@ -399,6 +413,15 @@ def follow_the_recipe(folder: str, forgets: str) -> tuple[str, bool, list[str]]:
             seen.append(latest.read_text() if latest.exists() else "")
         save(engine, path, tag)
 
+    def noted(engine: Any, **batch: Any) -> Any:
+        if engine.module.training:
+            rows.append(batch["input_ids"].tolist())
+        return forward(engine, **batch)
+
+    def draw(tokens: Any, *rest: Any) -> Any:
+        texts[len(tokens)] = tokens
+        return global_batch(tokens, *rest)
+
     def load_in_part(engine: Any, *args: Any, **kwargs: Any) -> Any:
         return load(engine, *args, **kwargs, **({forgets: False} if forgets else {}))
 
@@ -406,6 +429,8 @@ def follow_the_recipe(folder: str, forgets: str) -> tuple[str, bool, list[str]]:
         enter = stack.enter_context
         enter(mock.patch.object(DeepSpeedEngine, "_save_zero_checkpoint", save_late))
         enter(mock.patch.object(DeepSpeedEngine, "load_checkpoint", load_in_part))
+        enter(mock.patch.object(DeepSpeedEngine, "forward", noted))
+        enter(mock.patch.object(recipe, "global_batch", draw))
         enter(mock.patch.multiple(recipe, STEPS=6, SAVE_EVERY=3))
         check = enter(mock.patch.object(recipe, "check"))
         enter(in_the_pool(recipe))
@@ -415,7 +440,10 @@ def follow_the_recipe(folder: str, forgets: str) -> tuple[str, bool, list[str]]:
         model = modules["qwen"].small_model()
         engine = deepspeed.initialize(model=model, config=recipe.CONFIG)[0]
         engine.save_checkpoint(f"{folder}/by itself", "early")
-    return output.getvalue(), check.call_args.args[0], seen
+    held_out, rest = (texts[length] for length in sorted(texts))
+    is_whole = torch.equal(torch.cat([held_out, rest]), modules["text"].read_tokens())
+    is_right = check.call_args.args[0]
+    return Followed(output.getvalue(), is_right, seen, rows[:4], is_whole)
 
 
 def write_checkpoints(folder: str) -> None:
@@ -893,21 +921,26 @@ def test_recipe_resumes_and_names_a_checkpoint_when_it_is_whole(
 ) -> None:
     call = (follow_the_recipe, str(tmp_path), forgets)
     said = zero_pools(2).run(*call, world_size=2)
-    assert [one[1] for one in said] == [is_right] * 2
-    lines = said[0][0].splitlines()
+    assert [one.is_right for one in said] == [is_right] * 2
+    # Two steps of two micro-batches of four: no rank trains on another's.
+    assert [len(one.rows) for one in said] == [4, 4] and all(o.is_whole for o in said)
+    samples = [tuple(row) for one in said for rows in one.rows for row in rows]
+    assert len(samples) == len(set(samples)) == 32
+    lines = said[0].output.splitlines()
     assert [line for line in lines if line.startswith("saved")] == [
         "saved step_3",
         "saved step_6",
     ]
-    losses = re.findall(r"step +(\d) \| held-out loss ([\d.]+)$", said[0][0], re.M)
+    shown = r"step +(\d) \| held-out loss ([\d.]+)$"
+    losses = re.findall(shown, said[0].output, re.M)
     if is_right:
         assert float(losses[0][1]) - float(losses[1][1]) > 0.5
         # Until all shards are there, `latest` names the one before; by itself DeepSpeed
         # names the new one.
-        assert [one[2] for one in said] == [[], ["", "step_3", "early"]]
+        assert [one.latest for one in said] == [[], ["", "step_3", "early"]]
         again = zero_pools(2).run(*call, world_size=2)
-        assert "from step 6 | held-out loss " + losses[1][1] in again[0][0]
-        assert [one[1] for one in again] == [True] * 2
+        assert "from step 6 | held-out loss " + losses[1][1] in again[0].output
+        assert [one.is_right for one in again] == [True] * 2
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -921,6 +954,7 @@ def test_frozen_parameters_have_no_state_and_all_ranks_can_generate(
         assert found["kept"] == found["all"] / (2 if stage == 3 else 1)
         assert found["tokens"].shape == (1, 12) and found["whole"]
     assert torch.equal(by_rank[0]["tokens"], by_rank[1]["tokens"])
+    assert [found["longer"] for found in by_rank] == [2, 6]
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,19 @@ def ask_when_the_first_has_answered() -> list[int]:
     return [first.done(), first.wait(), second.wait()]
 
 
+def read_while_it_is_sent() -> float:
+    """Overwrite an argument right after a call; return the largest sum that came."""
+    sums = []
+    for _ in range(5):
+        argument = torch.zeros(25_000_000)
+        future = rpc.rpc_async("server0", torch.sum, args=(argument,))
+        argument.fill_(1)
+        sums.append(future.wait().item())
+        if sums[-1]:
+            break
+    return max(sums)
+
+
 def value_of_another() -> str:
     """Ask for the value of a reference that server 0 owns; return the error."""
     reference = rpc.remote("server0", torch.arange, args=(2.0,))
@@ -237,6 +250,7 @@ def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
             "value": value_of_another(),
             "asked": ask_two_that_wait_for_each_other(folder),
             "asked late": ask_when_the_first_has_answered(),
+            "overwritten": read_while_it_is_sent(),
             "ways": use_every_way(batches),
             "table": train_with_servers(),
         }
@@ -309,6 +323,12 @@ def test_rpc_async_returns_when_its_arguments_are_pickled(
     session: dict[str, Any],
 ) -> None:
     assert session["asked late"] == [True, 2, 3]
+
+
+def test_rpc_async_reads_a_tensor_after_it_has_returned(
+    session: dict[str, Any],
+) -> None:
+    assert session["overwritten"] > 0
 
 
 def test_servers_and_shards_end_with_the_table_of_one_process(
