@@ -1086,6 +1086,26 @@ def test_stage_3_has_at_most_two_modules_whole(walks: Any) -> None:
         assert found["in flight"] == 1  # beside the one that is about to be sent
 
 
+def places_in_backward() -> list[int]:
+    """Call a module twice, another in between; return the places backward reaches."""
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    model = script("zero_3").FullySharded(nn.Sequential(first, second, first, second))
+    places, real = [], model.before_backward
+
+    def note(used: list[nn.Module], i: int) -> None:
+        places.append(i)
+        real(used, i)
+
+    with mock.patch.object(model, "before_backward", note):
+        model(torch.ones(2, 3)).sum().backward()
+    model.finish_gradient_sync()
+    return places
+
+
+def test_stage_3_knows_each_call_of_a_module(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(places_in_backward) == [[3, 2, 1, 0]] * 2
+
+
 def test_stage_3_gathers_ahead(walks: Any) -> None:
     gather, wait = "all_gather_single", "wait all_gather_single"
     plain = [found["logs"] for tied, frozen, found in walks if not tied and not frozen]
