@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import ZipFile
 
 import torch
 import torch.distributed as dist
@@ -283,6 +284,9 @@ def load_checkpoint(path: Path) -> tuple[GPT, dict[str, Any]]:
             f"no checkpoint at {path}; train.py --checkpoint={path} writes one"
         )
     try:
+        with ZipFile(path) as archive:
+            if archive.testzip() is not None:  # `torch.load` does not look at checksums
+                raise ValueError
         # weights_only: tensors, numbers and text are read; nothing in the file can run.
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from zipfile import ZipFile
 
 import psutil
 import pytest
@@ -963,12 +964,21 @@ def complaint(words: list[str], world_size: int = 1) -> str:
 
 def damage(path: Path, how: str) -> None:
     whole = path.read_bytes()
+    with ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+    middle = largest.header_offset + largest.file_size // 2
+    flipped = bytes([whole[middle] ^ 1])
     path.write_bytes(
-        {"cut": whole[: len(whole) // 2], "empty": b"", "other": b"x" * 99}[how]
+        {
+            "cut": whole[: len(whole) // 2],
+            "empty": b"",
+            "other": b"x" * 99,
+            "one bit": whole[:middle] + flipped + whole[middle + 1 :],
+        }[how]
     )
 
 
-@pytest.mark.parametrize("how", ["cut", "empty", "other"])
+@pytest.mark.parametrize("how", ["cut", "empty", "other", "one bit"])
 def test_damaged_newest_checkpoint_makes_way_for_the_one_before(
     worker_pool: WorkerPool,
     text: Path,

@@ -128,7 +128,13 @@ def resumable(
         called.append("evaluate")
         if dies_in == "evaluate" and len(called) == 2:
             raise Died
-        return evaluate(*arguments)
+        # Each rank draws masks of its own in each epoch, and evaluation draws none.
+        epoch, group = told.mock_calls[-1].args[1], torch.distributed
+        seed = epoch * group.get_world_size() + group.get_rank()
+        assert torch.initial_seed() == seed
+        loss = evaluate(*arguments)
+        assert loss == evaluate(*arguments) and arguments[0].training
+        return loss
 
     def save_or_die(state: Any, file: Path) -> None:
         save(state, file)

@@ -457,6 +457,40 @@ def test_settings_make_of_unused_layers_what_the_table_says(
             assert by_rank[rank][number].startswith(due[number] or "no such rank")
 
 
+def used_before_the_last_pass_alone(setting: dict[str, bool]) -> list[str]:
+    """Let every step use the middle layer in the first of two micro-batches alone."""
+    n, rank, loss = dist.get_world_size(), dist.get_rank(), unused_parameters.local_loss
+    model, alone = unused_parameters.build_detour(), unused_parameters.build_detour()
+    ddp_model, outcomes = DistributedDataParallel(model, **setting), []
+    for r in range(n):
+        for users in ("all", "nobody"):
+            (loss(alone, r, users) / n).backward()
+    due = unused_parameters.flat_gradients(alone)
+    for _ in range(2):
+        ddp_model.zero_grad()
+        try:
+            with ddp_model.no_sync():
+                loss(ddp_model, rank, "all").backward()
+            loss(ddp_model, rank, "nobody").backward()
+        except RuntimeError as error:
+            outcomes.append(str(error))
+            break
+        far = (unused_parameters.flat_gradients(model) - due).abs().max()
+        outcomes.append("mean" if far < 1e-6 else f"{far:.0e} off")
+    return outcomes
+
+
+def test_the_pass_that_synchronises_has_to_use_all_layers(
+    worker_pool: WorkerPool,
+) -> None:
+    found = worker_pool.run(used_before_the_last_pass_alone, {})
+    assert len(found) == 2
+    for first, second in found:
+        assert float(first.removesuffix(" off")) > 1e-3 and second.startswith(LATE)
+    told = worker_pool.run(used_before_the_last_pass_alone, FIND)
+    assert told == [["mean", "mean"]] * 2
+
+
 def gradients_in_views() -> list[bool]:
     """Leave out the middle of three layers, each in a bucket of its own.
 

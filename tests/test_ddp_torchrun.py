@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
@@ -93,12 +94,15 @@ def run_train(*words: str) -> Run:
         add(tally, micro_batches, loss)
 
     with (
+        warnings.catch_warnings(),
         in_the_pool(train.ranks, *words),
         importable(CHAPTER),  # for workers that load data
         mock.patch.object(train.data.Tally, "add", note_samples),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(errors),
     ):
+        # @record wants a stderr that has a file; a process is told so once.
+        warnings.filterwarnings("ignore", "Unable to enable fault handler")
         try:
             train.main(train.ranks.read_options(**train.OPTIONS))
         except SystemExit as end:

@@ -242,12 +242,13 @@ def comparisons() -> list[bool]:
         same([transposed if rank else transposed.contiguous()]),
         same([torch.tensor([0.0, -0.0][rank % 2])]),
         same([torch.ones(3), torch.full((2,), 1.0 + 1e-7 * (rank == 1))]),
+        same([torch.tensor([float(rank)]), torch.ones(2)]),
         same([torch.ones(1, dtype=[torch.int32, torch.float32][rank % 2])]),
     ]
 
 
 def test_same_on_all_ranks_compares_every_bit(worker_pool: WorkerPool) -> None:
-    expected = [True, True, True, False, False, False]
+    expected = [True, True, True, False, False, False, False]
     assert worker_pool.run(comparisons, world_size=3) == [expected] * 3
 
 

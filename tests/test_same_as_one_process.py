@@ -107,6 +107,13 @@ def build_double() -> nn.Module:
     return build().double()
 
 
+def build_with_a_buffer_of_the_rank() -> nn.Module:
+    """Make a model that has another buffer on each rank."""
+    model: Any = build()
+    model.calls += dist.get_rank()
+    return model
+
+
 def build_by_rank(kind: Callable[[], nn.Module] = Net) -> nn.Module:
     """Make a model that is another one on each rank."""
     return build(kind, seed=dist.get_rank())
@@ -289,6 +296,7 @@ RIGHT: dict[str, Case] = {
     "DDP": {},
     "DDP, calls counted": {"build": partial(build, partial(Net, counts=True))},
     "DDP, each rank has a seed of its own": {"build": build_by_rank},
+    "DDP, each rank has a buffer": {"build": build_with_a_buffer_of_the_rank},
     "float64": {
         "build": build_double,
         "batches": [[t.double() for t in batch] for batch in batches_of()],
@@ -338,6 +346,13 @@ def test_sharding_over_tensor_parallelism_is_accepted(worker_pool: WorkerPool) -
     case = {"build": build_mlp, "wrap": shard_and_cut, "shards": half_of_a_pair}
     answers = answers_of(worker_pool, {"2 x 2": case}, world_size=4)
     check_right(answers, {"2 x 2": 4})
+
+
+def test_weights_that_hardly_moved_tell_nothing(worker_pool: WorkerPool) -> None:
+    answers = answers_of(worker_pool, {"lr": {"lr": 1e-6}})
+    is_same, line = answers["lr"]
+    said = r"tells nothing: the weights moved \de-0[56], so raise lr"
+    assert not is_same and re.fullmatch(said, line), line
 
 
 # --- What is not. ----------

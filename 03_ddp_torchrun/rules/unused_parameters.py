@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ranks import check, gather, join, leave, say
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "default": {},  # wrong where a step leaves a parameter out
+    "default": {},  # wrong where a pass leaves a parameter out
     "find_unused_parameters": {"find_unused_parameters": True},  # right in every step
-    "static_graph": {"static_graph": True},  # right if all steps are like the first
+    "static_graph": {"static_graph": True},  # right if all steps are alike; no no_sync
 }
 SCENARIOS = [["all", "nobody", "all"], ["rank 0", "rank 0"]]  # users, step by step
 
