@@ -19,7 +19,7 @@ def my_group(members: list[list[int]]) -> dist.ProcessGroup:
     """Make a group of each list of ranks; return the one that this rank is in.
 
     Every rank calls `new_group` for every group, also for those it is not in, and in
-    the same order: it is a collective of the whole world.
+    the same order: by default it is a collective of the world.
     """
     groups = [dist.new_group(ranks) for ranks in members]
     # For a group that this rank is not in, new_group returns no ProcessGroup.

@@ -61,7 +61,8 @@ def main() -> None:
     """All-reduce in three ways; count bytes; compare with the sum of one process."""
     device = join()
     rank, n = dist.get_rank(), dist.get_world_size()
-    equal, sent, lengths = [], [], (0, 1, n + 1, 120_000)
+    longest = 120_000 // n * n  # so that all chunks are of one length
+    equal, sent, lengths = [], [], (0, 1, n + 1, longest)
     for count in lengths:
         of_all = torch.stack([numbers_of(r, count, device) for r in range(n)])
         by_ring, naive, built_in = (numbers_of(rank, count, device) for _ in range(3))
@@ -69,8 +70,8 @@ def main() -> None:
         dist.all_reduce(built_in)
         results = (by_ring, naive, built_in)
         equal += [torch.equal(result, of_all.sum(dim=0)) for result in results]
-    formula = 2 * 480_000 * (n - 1) // n
-    say(f"bytes sent for a message of 480,000; 2 (n-1)/n of it is {formula:,}")
+    formula = 2 * 4 * longest * (n - 1) // n
+    say(f"bytes sent for a message of {4 * longest:,}; 2 (n-1)/n of it is {formula:,}")
     for other, (ring, naive) in enumerate(gather(sent)):
         say(f"  rank {other} | ring {ring:9,} | through rank 0 {naive:9,}")
     claim = (

@@ -106,5 +106,5 @@ class BucketedDDP(NaiveDDP):
 
 
 if __name__ == "__main__":
-    # The model has 0.13 MB of gradients, in float64 0.26: two buckets.
+    # The model has 0.13 MB of gradients, in float64 0.25: two buckets.
     start_ranks(main, 2, partial(BucketedDDP, bucket_cap_mb=0.05))

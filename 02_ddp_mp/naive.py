@@ -42,7 +42,7 @@ class NaiveDDP(nn.Module):
             tensor.copy_(values)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module; in training with rank 0's buffers, as running means are."""
+        """Call the module; in synchronised training with rank 0's buffers."""
         if self.is_syncing and torch.is_grad_enabled():
             self.copy_from_rank_zero(self.module.buffers())
         return self.module(*inputs, **kwargs)

@@ -264,3 +264,20 @@ def test_wrong_number_of_ranks_is_one_line() -> None:
     start = "start it with torchrun --nproc-per-node=4 01_communication/groups.py"
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == f"groups.py: not with 2 rank(s); {start}\n"
+
+
+def group_of_two_by_themselves() -> list[int] | None:
+    """Let ranks 0 and 1 alone make a group, then all meet; return who is in it."""
+    members = None
+    if dist.get_rank() < 2:
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        members = dist.get_process_group_ranks(group)
+    dist.barrier()
+    return members
+
+
+def test_members_alone_can_make_a_group_if_they_say_so(
+    worker_pool: WorkerPool,
+) -> None:
+    found = worker_pool.run(group_of_two_by_themselves, world_size=3)
+    assert found == [[0, 1], [0, 1], None]

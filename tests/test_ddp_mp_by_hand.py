@@ -283,6 +283,49 @@ def test_buffers_go_the_way_they_go_under_ddp(worker_pool: WorkerPool) -> None:
         assert len(states["DDP"]) == 9
 
 
+def buffers_around_no_sync() -> list[Any]:
+    """Give this rank's number to a buffer before each forward pass; return it after.
+
+    And whether the wrapper synchronises again when an inner `no_sync` has ended, and
+    when the outer one has.
+    """
+    module = nn.BatchNorm1d(8, momentum=0.0)
+    model, found = wrap("naive", module), []
+
+    def after_forward() -> float:
+        torch.as_tensor(module.running_mean).fill_(dist.get_rank())
+        model(torch.ones(4, 8))
+        return torch.as_tensor(module.running_mean)[0].item()
+
+    found.append(after_forward())
+    with model.no_sync():
+        with model.no_sync():
+            found.append(after_forward())
+        found.append(model.is_syncing)
+    found += [model.is_syncing, after_forward()]
+    return found
+
+
+def test_no_sync_keeps_buffers_and_can_be_nested(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(buffers_around_no_sync)
+    assert found == [[0, own, False, True, 0] for own in (0, 1)]
+
+
+def handles_after_a_step() -> list[bool]:
+    """Take a step with several buckets; which of them still has a handle?"""
+    model = wrap("one bucket a parameter", Knotty())
+    loss_of(model, batches_of(1, BATCH, torch.float32)[0]).backward()
+    in_flight = [bucket.work is not None for bucket in model.buckets]
+    model.finish_gradient_sync()
+    assert len(in_flight) > 3 and any(in_flight)
+    return [bucket.work is not None for bucket in model.buckets]
+
+
+def test_no_bucket_keeps_its_handle(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(handles_after_a_step)
+    assert len(found) == 2 and not any(any(of_rank) for of_rank in found)
+
+
 class OneOfTwo(nn.Module):
     """Uses `left` or `right` as the caller says, and never `neither`."""
 
@@ -475,7 +518,7 @@ def test_buckets_are_as_large_as_ddp_s(worker_pool: WorkerPool) -> None:
     assert inspect.signature(ours).parameters["bucket_cap_mb"].default == 25
     for path, words in {
         "README.md": "`bucket_cap_mb` or more: 25 by default, as in DDP",
-        "timeline/README.md": "its first bucket holds 1 MB, so that it starts early",
+        "timeline/README.md": "its first bucket is full at 1 MB, so that it starts early",
     }.items():
         assert words in " ".join((ROOT / CHAPTER / path).read_text("utf-8").split())
 

@@ -17,7 +17,7 @@ from timing import Call, copy_bandwidth, fit_line, time_in_turn
 
 
 def bus_factors(world_size: int) -> dict[str, float]:
-    """Return how much each rank has to send, as a part of the message."""
+    """Return how much the busiest rank has to send, as a part of the message."""
     part = (world_size - 1) / world_size
     return {
         "all_reduce": 2 * part,
