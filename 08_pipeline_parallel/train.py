@@ -123,7 +123,7 @@ def main(options: argparse.Namespace) -> None:
         stages if len(stages) > 1 else stages[0],
         n_microbatches=n,
         loss_fn=lambda *both: staged_gpt.token_loss(*both) / n,
-        # Each stage divides its gradients: a tied matrix on two of a rank's, twice.
+        # Each stage would divide its gradients: twice if two of a rank's tie a matrix.
         scale_grads=False,
     )
     tally = data.Tally(train_set, loader.sampler)

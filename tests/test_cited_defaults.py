@@ -134,7 +134,7 @@ CITED: list[tuple[str, str, object, Callable[[], object]]] = [
     ),
     (
         "04_rpc_parameter_server/README.md",
-        "longer than `timeout` seconds, 60 by default, raises an error",
+        "an error after `timeout` seconds, by default 60",
         60.0,
         lambda: TensorPipeRpcBackendOptions().rpc_timeout,
     ),
