@@ -270,7 +270,7 @@ def group_of_two_by_themselves() -> list[int] | None:
     """Let ranks 0 and 1 alone make a group, then all meet; return who is in it."""
     members = None
     if dist.get_rank() < 2:
-        group = dist.new_group([0, 1], use_local_synchronization=True)
+        group: Any = dist.new_group([0, 1], use_local_synchronization=True)
         members = dist.get_process_group_ranks(group)
     dist.barrier()
     return members

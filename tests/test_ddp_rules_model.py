@@ -457,7 +457,7 @@ def test_settings_make_of_unused_layers_what_the_table_says(
             assert by_rank[rank][number].startswith(due[number] or "no such rank")
 
 
-def used_before_the_last_pass_alone(setting: dict[str, bool]) -> list[str]:
+def used_before_the_last_pass_alone(setting: dict[str, Any]) -> list[str]:
     """Let every step use the middle layer in the first of two micro-batches alone."""
     n, rank, loss = dist.get_world_size(), dist.get_rank(), unused_parameters.local_loss
     model, alone = unused_parameters.build_detour(), unused_parameters.build_detour()

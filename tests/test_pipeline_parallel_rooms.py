@@ -416,7 +416,7 @@ def test_autograd_overlooks_a_fused_step() -> None:
     ends = {}
     for kind in (torch.optim.SGD, torch.optim.AdamW):
         for fused in (False, True):
-            stage = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+            stage: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
             optimizer = kind(stage.parameters(), lr=0.1, fused=fused)
             ys = [stage(torch.ones(4, 3)).sum() for _ in range(2)]
             ys[0].backward()
