@@ -537,7 +537,7 @@ def test_wrong_divisor_or_mesh_is_found(worker_pool: WorkerPool, fault: str) -> 
     # In float32 it runs on gloo, too, but not to 1e-9.
     assert [code for code, _ in ends] == [1] * 4
     if fault == "float32":
-        assert "divisor 4 | experts' gradients 1.00 to 1.00" in ends[0][1]
+        assert "divisor 4 | experts' gradients 1.00 to 1.00 x right" in ends[0][1]
 
 
 @pytest.mark.slow
@@ -546,8 +546,8 @@ def test_fsdp_divides_an_experts_gradient_by_its_copies_alone(
 ) -> None:
     outputs = worker_pool.run(run_lesson, ROOM, "with_fsdp", world_size=4)
     assert outputs[0].splitlines() == [
-        "divisor 2 | experts' gradients 2.00 to 2.00",
-        "divisor 4 | experts' gradients 1.00 to 1.00",
+        "divisor 2 | experts' gradients 2.00 to 2.00 x right",
+        "divisor 4 | experts' gradients 1.00 to 1.00 x right",
         "experts' numbers, by rank | [8192, 8192, 8192, 8192]",
         "all others', by rank      | [3408, 3408, 3408, 3408]",
         "check: weights of 3 steps are one process's",

@@ -61,7 +61,7 @@ def main() -> None:
             if step == 0:
                 sizes = ratios(ours, alone, "grad")
                 ratio = [r for name, r in sizes.items() if ".experts." in name]
-                times = f"{min(ratio):.2f} to {max(ratio):.2f}"
+                times = f"{min(ratio):.2f} to {max(ratio):.2f} x right"
                 say(f"divisor {n if divide else n // 2} | experts' gradients {times}")
             for optimizer in optimizers:
                 optimizer.step()
