@@ -59,7 +59,8 @@ def same_as_one_process(
             return False, f"differs {when}: {name} moved {times} times as far"
     dist.all_gather_object(found, max(torch.dist(now[n], due[n]) for n in due))
     moved = max(torch.dist(due[n], first[n]) for n, _ in alone.named_parameters())
-    if moved <= 1e-4:
-        return False, f"tells nothing: the weights moved {moved:.0e}, so raise lr"
-    same = f"same as one process: {len(batches)} steps, loss and {len(due) - 1} tensors"
-    return True, f"{same} within {max(found):.0e}, moved {moved:.0e}"
+    same = "same as one process" if moved > 1e-4 else "tells nothing"
+    size = (
+        f"{len(batches)} steps, loss and {len(due) - 1} tensors within {max(found):.0e}"
+    )
+    return bool(moved > 1e-4), f"{same}: {size}, moved {moved:.0e}"
