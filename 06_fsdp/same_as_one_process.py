@@ -60,7 +60,5 @@ def same_as_one_process(
     dist.all_gather_object(found, max(torch.dist(now[n], due[n]) for n in due))
     moved = max(torch.dist(due[n], first[n]) for n, _ in alone.named_parameters())
     same = "same as one process" if moved > 1e-4 else "tells nothing"
-    size = (
-        f"{len(batches)} steps, loss and {len(due) - 1} tensors within {max(found):.0e}"
-    )
-    return bool(moved > 1e-4), f"{same}: {size}, moved {moved:.0e}"
+    same += f": {len(batches)} steps, loss and {len(due) - 1} tensors"
+    return bool(moved > 1e-4), f"{same} within {max(found):.0e}, moved {moved:.0e}"
