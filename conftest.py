@@ -30,6 +30,9 @@ ALLOWED_SKIPS = {
     "async_io is not compiled: .*": "compiling it takes two cores for five minutes",
 }
 
+# What pytest has collected, with what `-m` then leaves out.
+COLLECTED = pytest.StashKey[set[str]]()
+
 readmes = ReadmeRunner()
 markdown_files = set(readmes.markdown_files())
 collect_blocks = readmes.sybil.pytest()
@@ -41,7 +44,12 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> SybilFile 
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Lift the time limit of blocks: each command has its own; some are slow."""
+    """Note a test that will run or may; lift the time limit of blocks.
+
+    Each command of a block has its own; some are slow.
+    """
+    if not any(item.get_closest_marker(name) for name in ("skip", "xfail")):
+        item.config.stash.setdefault(COLLECTED, set()).add(item.nodeid)
     if isinstance(item, SybilItem):
         item.add_marker(pytest.mark.timeout(0))
         if is_slow(item.example):

@@ -692,9 +692,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "is_forwarded", [True, pytest.param(False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("is_forwarded", [True, False])
 def test_signal_to_torchrun_stops_a_run_that_resumes_alike(
     worker_pool: WorkerPool,
     text: Path,

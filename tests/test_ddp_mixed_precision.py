@@ -111,7 +111,7 @@ def test_broken_autocast_is_found(worker_pool: WorkerPool, fault: str) -> None:
 # --- grad_scaler.py. ----------
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_fp16_needs_a_scaled_loss_and_all_ranks_skip_a_step(
     worker_pool: WorkerPool, world_size: int
 ) -> None:

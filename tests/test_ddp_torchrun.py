@@ -1106,6 +1106,7 @@ def test_torchrun_restarts_nothing_by_default() -> None:
     assert LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1).max_restarts == 3
 
 
+@pytest.mark.slow
 def test_old_launcher_passes_local_rank_with_a_hyphen(tmp_path: Path) -> None:
     script = tmp_path / "words.py"
     # In one write: the launcher's ranks are unbuffered, and two might mix theirs.

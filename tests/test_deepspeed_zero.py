@@ -378,7 +378,8 @@ def learning_rates() -> list[float]:
     step = adam.step
     adam.step = lambda *args: (rates.append(adam.param_groups[0]["lr"]), step(*args))
     tokens = modules["text"].read_tokens()
-    recipe.train_and_save(engine, tokens, None)
+    with mock.patch.object(recipe, "BLOCK_SIZE", 4):
+        recipe.train_and_save(engine, tokens, None)
     return rates
 
 
@@ -692,9 +693,8 @@ def test_one_rank_needs_no_compiler_and_starts_fast(tmp_path: Path) -> None:
     assert result.stdout.splitlines()[-1] == "False"
 
 
-@pytest.mark.parametrize(
-    "killed", ["deepspeed", pytest.param("its child", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["deepspeed", "its child"])
 def test_no_rank_outlives_a_launcher_that_is_killed(killed: str) -> None:
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus=2"]
     launcher = subprocess.Popen(
@@ -914,7 +914,11 @@ def test_the_check_finds(
 
 @pytest.mark.parametrize(
     ("forgets", "is_right"),
-    [("", True), ("load_optimizer_states", False), ("load_lr_scheduler_states", False)],
+    [
+        ("", True),
+        ("load_optimizer_states", False),
+        pytest.param("load_lr_scheduler_states", False, marks=pytest.mark.slow),
+    ],
 )
 def test_recipe_resumes_and_names_a_checkpoint_when_it_is_whole(
     forgets: str, is_right: bool, zero_pools: Pools, tmp_path: Path

@@ -546,7 +546,12 @@ def test_file_is_trained_in_shards(
 
 
 @pytest.mark.parametrize(
-    "fault", ["not filled", "moments forgotten", "schedule forgotten"]
+    "fault",
+    [
+        "not filled",
+        pytest.param("moments forgotten", marks=pytest.mark.slow),
+        "schedule forgotten",
+    ],
 )
 def test_finetune_notices(
     worker_pool: WorkerPool, file_of_weights: Path, fault: str

@@ -685,6 +685,7 @@ def test_train_refuses_in_one_line(worker_pool: WorkerPool, text: Path) -> None:
     assert [complaint in run.output for run in runs] == [True, True]
 
 
+@pytest.mark.slow  # the page starts them as well
 @pytest.mark.smoke
 def test_two_stages_are_started_as_the_page_says() -> None:
     result = torchrun(ROOT / CHAPTER / "two_stages.py", nproc=2)

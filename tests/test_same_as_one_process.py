@@ -333,7 +333,7 @@ def check_right(answers: dict[str, tuple[bool, str]], tensors: dict[str, int]) -
     assert checked == len(answers) > 0
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_trains_as_one_process_does_is_accepted(
     worker_pool: WorkerPool, world_size: int
 ) -> None:
