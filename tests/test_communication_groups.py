@@ -149,7 +149,7 @@ def test_async_lesson_notices_what_is_broken(
 # --- Objects. ----------
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_objects_arrive_on_all_ranks(worker_pool: WorkerPool, world_size: int) -> None:
     by_rank = worker_pool.run(exchanged, world_size=world_size)
     reports = [{"rank": r, "losses": [0.5] * (r + 1)} for r in range(world_size)]

@@ -249,7 +249,7 @@ def hook_results(steps: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
     return found, {name: arrive_as(name) for name in names}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_hooks_send_what_the_formula_says(
     worker_pool: WorkerPool, world_size: int
 ) -> None:

@@ -771,6 +771,7 @@ def save_for_ever(path: Path) -> None:
         save(path, 2.0)
 
 
+@pytest.mark.slow
 def test_kill_at_random_moments_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "gpt.pt"
     save(path, 1.0)

@@ -237,7 +237,7 @@ def alone(
 
 @pytest.mark.parametrize(
     ("ranks", "parts", "sgd"),
-    [(2, 3, True), (3, 2, False), (4, 1, True)],
+    [(2, 3, True), (3, 2, False), pytest.param(4, 1, True, marks=pytest.mark.slow)],
 )
 def test_training_is_that_of_one_process(
     worker_pool: WorkerPool,

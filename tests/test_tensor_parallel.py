@@ -642,7 +642,7 @@ def test_train_gone_wrong_is_noticed(
 # --- Sequence parallelism. ----------
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_sequence_parallel_sends_as_much_and_keeps_less(
     worker_pool: WorkerPool, world_size: int
 ) -> None:

@@ -197,7 +197,11 @@ def train_every_stage(names: list[str]) -> dict[tuple[str, int], dict[str, Tenso
 
 @pytest.mark.parametrize(
     ("world_size", "names"),
-    [(2, ["AdamW", "Adagrad"]), (3, ["AdamW", "SGD"]), (4, ["SGD", "RMSprop"])],
+    [
+        (2, ["AdamW", "Adagrad"]),
+        (3, ["SGD", "RMSprop"]),
+        pytest.param(4, ["AdamW", "SGD"], marks=pytest.mark.slow),
+    ],
 )
 def test_every_stage_equals_one_process(
     worker_pool: WorkerPool, world_size: int, names: list[str]
