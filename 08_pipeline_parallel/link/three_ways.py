@@ -2,7 +2,7 @@
 
 Run: torchrun --nproc-per-node=2 08_pipeline_parallel/link/three_ways.py --samples=8
 Expect: the bytes counted are those worked out. Few samples: the pipeline sends least.
-    Many: data parallelism does. The gradients are one process's.
+    Many: data parallelism does. Loss and gradients are one process's.
 """
 
 import copy
