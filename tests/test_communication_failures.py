@@ -679,6 +679,22 @@ def test_short_broadcast_may_bring_another_rank_s_rest(worker_pool: WorkerPool) 
     assert rests != [8.0, 9.0, 10.0] and set(rests) <= {8.0, 9.0, 10.0}
 
 
+def sum_one_number_with_two() -> str:
+    """Bring another length than the other rank, in a group that allows one second."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    try:
+        dist.all_reduce(torch.ones(1 + dist.get_rank()), group=group)
+    except RuntimeError as error:
+        return str(error)
+    return "a sum"
+
+
+def test_other_lengths_may_time_out_on_all_ranks(worker_pool: WorkerPool) -> None:
+    ends = worker_pool.run(sum_one_number_with_two, world_size=2)
+    assert len(ends) == 2
+    assert all("Timed out waiting 1000ms" in end for end in ends), ends
+
+
 def wait_for_a_rank_that_left() -> str:
     """Wait without a timeout of one's own in a group that allows one second."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))

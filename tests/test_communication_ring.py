@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launch import ROOT
+from launch import ROOT, torchrun
 from lessons import run_lesson
 from scripts import load_chapter
 from worker_pool import RankError, WorkerPool
@@ -236,6 +236,16 @@ def test_ring_script(worker_pool: WorkerPool, world_size: int) -> None:
         lines.append(row)
     lines.append("check: 4 lengths: ring = through rank 0 = built-in; bytes by formula")
     assert ranks[0].splitlines() == lines
+
+
+@pytest.mark.slow
+def test_ring_script_on_ranks_that_do_not_divide_its_longest_message() -> None:
+    result = torchrun(f"{CHAPTER}/ring_all_reduce.py", nproc=7)
+    assert result.returncode == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[1].endswith("479,976; 2 (n-1)/n of it is 822,816")
+    assert sum("ring   822,816 |" in line for line in lines) == 7
+    assert lines[-1].startswith("check: 4 lengths: ")
 
 
 def ring_that_adds_before_it_waits() -> list[bool]:
