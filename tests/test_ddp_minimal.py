@@ -322,8 +322,12 @@ def kept_by_fsdp() -> list[float]:
         made.append(real(parameters, **settings))
         return made[-1]
 
-    with mock.patch.object(torch.optim, "AdamW", adamw):
+    module: Any = load_chapter("06_fsdp")["minimal"]
+    shard = mock.patch.object(module, "fully_shard", side_effect=module.fully_shard)
+    with mock.patch.object(torch.optim, "AdamW", adamw), shard as told:
         train("minimal", chapter="06_fsdp")
+    units = [type(call.args[0]).__name__ for call in told.mock_calls]
+    assert units == ["FSDPBlock", "FSDPGPT"]  # one block, and the root last
     (optimizer,) = made
     parts = []
     for kept in (optimizer.param_groups[0]["params"], optimizer.state.values()):

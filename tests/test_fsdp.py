@@ -170,6 +170,12 @@ def run_train(chapter: str, sgd: bool, *words: str, stop_at: int = 0) -> str:
     class Stop(BaseException):
         pass
 
+    units: list[str] = []
+
+    def shard(module: Any, **settings: Any) -> Any:
+        units.append(type(module).__name__)
+        return fully_shard(module, **settings)
+
     save = train.checkpoint.TrainingState.save
 
     def save_and_stop(run: Any, *rest: Any) -> None:
@@ -184,12 +190,14 @@ def run_train(chapter: str, sgd: bool, *words: str, stop_at: int = 0) -> str:
         mock.patch.object(
             torch.optim, "AdamW", plain_sgd if sgd else torch.optim.AdamW
         ),
+        mock.patch.object(train, "fully_shard", shard, create=True),
         # Two hundred forward passes for a text that nobody reads here.
         mock.patch.object(train.GPT, "generate", lambda *_, **__: ""),
         contextlib.redirect_stdout(output),
         contextlib.suppress(Stop),
     ):
         train.main(train.ranks.read_options(**train.OPTIONS))
+    assert units == (["Block", "Block", "GPT"] if chapter == CHAPTER else [])
     return output.getvalue()
 
 
@@ -376,6 +384,22 @@ def seen_by_the_rule(*sizes: int) -> list[bool]:
             lesson.draw_weights(model)
         found.append(lesson.shards_differ(model.blocks[0].mlp_in.weight))
     return found
+
+
+def rule_of_uneven_rows() -> list[bool]:
+    """Do the rule's shards differ, of three rows of which the last is the first?"""
+    lesson = load_chapter(DTENSOR)["meta_init"]
+    mesh = init_device_mesh("cpu", (2,))
+    rows = torch.tensor([[1.0], [2.0], [1.0]]), torch.tensor([[1.0], [2.0], [3.0]])
+    return [
+        lesson.shards_differ(distribute_tensor(x, mesh, [Shard(0)])) for x in rows
+    ]
+
+
+def test_rule_of_the_meta_device_compares_the_rows_that_both_have(
+    worker_pool: WorkerPool,
+) -> None:
+    assert worker_pool.run(rule_of_uneven_rows) == [[False, True]] * 2
 
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 2)])
@@ -892,6 +916,46 @@ def test_checkpoint_without_a_part_is_noticed(
 ) -> None:
     ends = worker_pool.run(ending_of_checkpoint, fault, world_size=3)
     assert_failed(ends, "model and optimizer resume alike")
+
+
+def saved_before_the_first_step(folder: Path, kind: str) -> tuple[float, str]:
+    """Save a run before its first step; return what differs then, and an error.
+
+    The run takes two steps after it was saved or loaded, beside one that was neither.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    settings: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
+
+    def run() -> Any:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        fully_shard(model, mesh=mesh)
+        optimizer = getattr(torch.optim, kind)(model.parameters(), 0.1, **settings)
+        return load_chapter(CHAPTER)["stateful"].Training(model, optimizer)
+
+    plain, saved, loaded, late = (run() for _ in range(4))
+    dcp.save({"run": saved}, checkpoint_id=folder)
+    dcp.load({"run": loaded}, checkpoint_id=folder)
+    runs = (plain, saved, loaded)
+    for number in range(2):
+        for one in runs:
+            one.model(torch.full((2, 4), number + 1.0)).square().sum().backward()
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+    weights = [one.model.weight.full_tensor() for one in runs]
+    apart = max((weights[0] - other).abs().max().item() for other in weights[1:])
+    late.model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError) as told:
+        dcp.load({"run": late}, checkpoint_id=folder)
+    return apart, str(told.value)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_a_state_that_pytorch_makes_is_that_before_the_first_step(
+    worker_pool: WorkerPool, tmp_path: Path, kind: str
+) -> None:
+    ends = worker_pool.run(saved_before_the_first_step, tmp_path, kind)
+    assert ends == [(0.0, "optimizer.zero_grad() first: it has no state yet")] * 2
 
 
 def resumed_with_an_unused_layer(folder: Path, way: str) -> str:

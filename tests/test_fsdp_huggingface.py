@@ -85,6 +85,7 @@ def write(folder: Path, tied: bool = True, dtype: torch.dtype = torch.float32) -
 def loaded_and_saved(folder: Path, tied: bool, dtype: torch.dtype) -> dict[str, Any]:
     """Load a checkpoint in shards, count what that takes, and save it again."""
     from safetensors.torch import load_file
+    from torch.distributed.fsdp import FSDPModule
     from transformers import AutoModelForCausalLM
 
     write(folder, tied, dtype)
@@ -107,6 +108,7 @@ def loaded_and_saved(folder: Path, tied: bool, dtype: torch.dtype) -> dict[str, 
         "dtypes": {p.dtype for p in parameters},
         "tied": model.lm_head.weight is model.model.embed_tokens.weight,
         "recomputed": [isinstance(layer, wrapper) for layer in model.model.layers],
+        "units": [isinstance(layer, FSDPModule) for layer in model.model.layers],
         "whole": sum(p.nbytes for p in parameters),
         "kept": sum(p.to_local().nbytes for p in parameters),
         "largest": max(p.nbytes for p in parameters),
@@ -297,6 +299,7 @@ def test_only_rank_0_ever_has_the_whole_and_it_comes_back_as_it_was(
         assert found["equal"] == (True, 26 if tied else 27)
         assert found["dtypes"] == {torch.float32}
         assert found["tied"] == tied and found["recomputed"] == [True, True]
+        assert found["units"] == [True, True]
         assert found["kept"] == pytest.approx(found["whole"] / 2, rel=0.01)
         assert len(found["saved"]) == (26 if tied else 27)
         assert ("lm_head.weight" in found["saved"]) == (not tied)

@@ -715,6 +715,14 @@ def prepare_with(flaw: str, model: Any) -> Any:
             dist.broadcast(p.detach(), src=0)
         fully_shard(model, mesh=mesh)
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    if flaw in ("one layer", "stay whole"):
+        for p in model.parameters():
+            dist.broadcast(p.detach(), src=0)
+        settings = {"reshard_after_forward": False} if flaw == "stay whole" else {}
+        layers = model.layers if flaw == "stay whole" else [model.layers[2]]
+        for module in (*layers, model):
+            fully_shard(module, mesh=mesh, **settings)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
     if flaw == "optimizer first":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return your_own_loop.prepare(model)[0], optimizer
@@ -774,6 +782,14 @@ def loops() -> list[tuple[Loop, list[str]]]:
             * 2,
         ),
         (
+            (flawed(prepare_with, "one layer"), *RIGHT[1:]),
+            ["right, but the root gathers layers.0 with what else is left"] * 2,
+        ),
+        (
+            (flawed(prepare_with, "stay whole"), *RIGHT[1:]),
+            ["right, but layers stay whole after their forward pass"] * 2,
+        ),
+        (
             (flawed(prepare_with, "optimizer first"), *RIGHT[1:]),
             ["after step 1: layers.0.weight moved {0: 0.0, 1: 0.0} times as far: whose"]
             * 2,
@@ -805,7 +821,7 @@ def try_loops() -> list[str]:
 def test_your_own_loop(worker_pool: WorkerPool) -> None:
     by_rank = worker_pool.run(try_loops)
     expected = [hints for _, hints in loops()]
-    assert len(expected) == 10
+    assert len(expected) == 12
     for rank, told in enumerate(by_rank):
         for text, hints in zip(told, expected, strict=True):
             assert text.startswith(hints[rank]) and bool(text) == bool(hints[rank]), (
@@ -817,9 +833,11 @@ def test_your_own_loop(worker_pool: WorkerPool) -> None:
 def train_with(flaw: str, model: Any, mesh: Any, steps: Any) -> Any:
     """Train as the answer does, but for one flaw."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    modules = [model] if flaw == "root alone" else [*model.blocks, model]
+    parts = {"root alone": [], "one block": [model.blocks[0]]}
+    settings = {"reshard_after_forward": False} if flaw == "stay whole" else {}
+    modules = [*parts.get(flaw, model.blocks), model]
     for module in modules if flaw != "not sharded" else []:
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, **settings)
     if flaw != "optimizer first":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -849,6 +867,8 @@ TRAININGS: dict[str, str] = {
     "": "",
     "optimizer first": "no weight has moved: which parameters does the optimizer",
     "root alone": "right, but all 768 weights are gathered at once",
+    "one block": "right, but 512 of 768 weights are gathered at once",
+    "stay whole": "right, but blocks stay whole after their forward pass",
     "every micro-batch": "right, but in each step the gradients are sent 2 times",
     "not divided": "the weights moved ",
     "local loss": "the losses are [",
@@ -868,7 +888,7 @@ def try_trainings() -> list[str]:
 def test_broken_fsdp(worker_pool: WorkerPool) -> None:
     by_rank = worker_pool.run(try_trainings)
     expected = [*TRAININGS.values(), TRAININGS["optimizer first"], ""]
-    assert len(expected) == 11
+    assert len(expected) == 13
     for told in by_rank:
         for text, hint in zip(told, expected, strict=True):
             assert text.startswith(hint) and bool(text) == bool(hint), text

@@ -1,6 +1,7 @@
 """`nn.init` on sharded parameters, with one process's values: carry away this one file.
 
-Seed all ranks alike, then: `with DrawWhole(): module.reset_parameters()`.
+Seed all ranks alike, then: `with DrawWhole(): module.reset_parameters()`. PyTorch shows
+it `uniform_`, `normal_`, `constant_` and `kaiming_uniform_` only; others go unchanged.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class DrawWhole(TorchFunctionMode):
-    """While it is active, `nn.init` draws a DTensor whole, and keeps this rank's shard.
+    """While active, four functions of `nn.init` draw a DTensor whole, and keep a shard.
 
     With the same seed on all ranks the values are those of one process.
     """

@@ -111,8 +111,8 @@ def try_training(answer: Callable) -> str:
     return (
         explain_moves(whole, list(alone.parameters()), first)
         or explain_mean_losses(losses, due)
-        or explain_gathers(noted, sum(p.numel() for p in first))
         or explain_samples(model.most_samples)
+        or explain_gathers(noted, sum(p.numel() for p in first))
     )
 
 
@@ -149,8 +149,11 @@ def explain_gathers(noted: NotedMessages, parameters: int) -> str:
     """Say what is wrong with what was sent, or nothing."""
     if not noted.gathered:
         return "nothing is gathered: are the parameters sharded?"
-    if max(noted.gathered) >= parameters:
-        return f"right, but all {parameters} weights are gathered at once"
+    if (most := max(noted.gathered)) > WIDTH**2:
+        some = "all" if most == parameters else f"{most} of"
+        return f"right, but {some} {parameters} weights are gathered at once"
+    if sum(noted.gathered) < 2 * parameters * STEPS * MICRO_BATCHES:
+        return "right, but blocks stay whole after their forward pass"
     times = sum(noted.reduced) / parameters / STEPS
     if times > 1:
         return f"right, but in each step the gradients are sent {times:g} times"

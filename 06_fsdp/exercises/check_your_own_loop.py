@@ -98,7 +98,7 @@ def explain_loop(answer: Answer) -> str:
         return explain_difference(line)
     return (
         explain_norms(noted.norms, train_first_rank(build_model, batches)[1])
-        or explain_shards(noted.model[0])
+        or explain_shards(noted.model[0], batches[0][0])
         or explain_file(answer, noted.model[0], save, batches)
     )
 
@@ -149,7 +149,7 @@ def explain_norms(told: list[Any], right: list[float]) -> str:
     return ""
 
 
-def explain_shards(model: Any) -> str:
+def explain_shards(model: Any, inputs: Tensor) -> str:
     """Say whether this rank keeps or gathers more than it needs, or nothing."""
     parameters = list(model.parameters())
     local = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
@@ -164,6 +164,12 @@ def explain_shards(model: Any) -> str:
             f"right, but no layer is sharded by itself: the root gathers all {total} "
             "weights at once"
         )
+    for name, layer in model.named_modules():
+        if [*layer.parameters(recurse=False)] and not isinstance(layer, FSDPModule):
+            return f"right, but the root gathers {name} with what else is left"
+    model(inputs)
+    if any(not isinstance(p, DTensor) for p in model.parameters()):
+        return "right, but layers stay whole after their forward pass"
     return ""
 
 

@@ -91,7 +91,7 @@ def main() -> None:
         pairs = zip(model.parameters(), due, strict=True)
         far = max((p.grad.full_tensor() - g).abs().max().item() for p, g in pairs)
         wrong += [name] * (max(gather(far)) > 1e-6)
-    say("sent, kept, peak: bytes for each parameter, on rank 0")
+    say("sent, kept, peak: bytes a parameter, on rank 0; GFLOP: on a CPU no attention")
     check(not wrong, f"{len(SETTINGS)} settings, one gradient: one process's")
     leave()
 

@@ -1,6 +1,6 @@
 """What a step takes: the memory of its tensors, and the collectives that it starts.
 
-Both see every operator that this process runs, those of FSDP included.
+Both see the operators of this process, those of FSDP included.
 """
 
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ class PeakMemory(TorchDispatchMode):
 
 
 class Call(NamedTuple):
-    """A collective: its kind, the dtype and bytes of the whole message, its ranks."""
+    """A collective: its kind, the dtype and bytes of its largest tensor, its ranks."""
 
     name: str
     dtype: torch.dtype
@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 
 class CollectiveLog(TorchDispatchMode):
-    """While it is active, `calls` gets every collective that this process starts."""
+    """While it is active, `calls` gets what goes through `c10d`: not DTensor's own."""
 
     def __init__(self) -> None:
         """Start with none."""
