@@ -18,7 +18,7 @@ def shard_of(whole, dim, group=None):
 
 
 def all_reduced(x, group=None, op=dist.ReduceOp.SUM):
-    """Return the sum over ranks in a new tensor: autograd may need x as it is."""
+    """Return the sum, or `op`, in a new tensor: autograd may need x as it is."""
     total = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, op, group)
     return total
@@ -68,7 +68,7 @@ class ColumnParallelLinear(nn.Module):
         self.gather_output, self.group = gather_output, group
 
     def forward(self, x):
-        """Map (..., in_features), the same on all ranks, to (..., out_features / n)."""
+        """Map (..., in_features) to this rank's columns of (..., out_features), or all."""
         y = F.linear(CopyToRanks.apply(x, self.group), self.weight, self.bias)
         if self.gather_output:
             # Padded with zeros, the ranks' columns add up to the whole. An all-gather

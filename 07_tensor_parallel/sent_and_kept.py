@@ -11,6 +11,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
+# Those that are given room for the result first.
+RESULT_FIRST = ("_allgather_base_", "allgather_", "_reduce_scatter_base_")
 
 
 class Collectives(TorchDispatchMode):
@@ -28,18 +34,21 @@ class Collectives(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented
         name = func.overloadpacket.__name__
-        if "c10d" in func.namespace and name != "wait_tensor":
-            given = args[0] if isinstance(args[0], Tensor) else args[0][0]
+        if "c10d" in func.namespace and name not in NO_COLLECTIVES:
+            given = tree_leaves(args[name in RESULT_FIRST])[0]
             self.noted.append((name, given.nbytes))
         return func(*args, **(kwargs or {}))
 
     def sent_on_a_ring(self) -> int:
-        """Return the bytes that each rank sends, if every collective is a ring."""
+        """Return the bytes that each rank sends, if each call is a ring of all ranks.
+
+        Raises `KeyError` for a collective that is none of these.
+        """
         n = dist.get_world_size()
         times = {"all_reduce": 2, "allreduce_": 2, "reduce_scatter_tensor": 1}
         times["all_gather_into_tensor"] = n  # of which a rank gives an n-th
-        sent = sum(times.get(name, 0) * nbytes for name, nbytes in self.noted)
-        return sent * (n - 1) // n
+        times |= {"_allgather_base_": n, "allgather_": n, "_reduce_scatter_base_": 1}
+        return sum(times[name] * nbytes for name, nbytes in self.noted) * (n - 1) // n
 
 
 def kept_for_backward(model: nn.Module, *inputs: Tensor) -> int:

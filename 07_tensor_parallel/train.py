@@ -99,7 +99,7 @@ def add_gradients(
 
     `forward` is `model`, perhaps compiled. A micro-batch is (indices, inputs,
     labels), the last two (B, T). Every rank calls this with the same ones; then all
-    hold shards of the gradient of the mean loss over the `global_batch_size` samples.
+    hold DTensors of the gradient of the mean loss over `global_batch_size` samples.
     """
     device = next(model.parameters()).device
     loss_sum = torch.zeros((), device=device)

@@ -116,10 +116,21 @@ def grads_of(module: nn.Module, x: Tensor, grad_y: Tensor) -> tuple[Tensor, ...]
     return y, *torch.autograd.grad(y, [x, *module.parameters()], grad_y)
 
 
-def layer_errors() -> dict[str, float]:
-    """Compare layers of 8 to 12 features with nn.Linear of the same seed."""
-    n, rank = dist.get_world_size(), dist.get_rank()
+def pair(in_pairs: bool) -> Any:
+    """Return the group of ranks 0 and 1 or of ranks 2 and 3, or None for all ranks."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])] if in_pairs else []
+    return pairs[dist.get_rank() // 2] if pairs else None
+
+
+def layer_errors(in_pairs: bool = False) -> dict[str, float]:
+    """Compare layers of 8 to 12 features with nn.Linear of the same seed.
+
+    Two ranks of four may share them, and the other two read something else.
+    """
+    group = pair(in_pairs)
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
     x, grad_y = (torch.randn(3, 5, width).double() for width in (8, 12))
+    x = x * (1 + dist.get_rank() // n)
     errors = {}
 
     def mine(whole: Tensor, dim: int) -> Tensor:
@@ -137,14 +148,16 @@ def layer_errors() -> dict[str, float]:
         y, grad_x, grad_weight, *grad_bias = grads_of(plain, x, grad_y)
         for gathers in (True, False):
             torch.manual_seed(3)
-            layer = layers.ColumnParallelLinear(8, 12, bias, gathers).double()
+            layer = layers.ColumnParallelLinear(8, 12, bias, gathers, group).double()
             found = grads_of(layer, x, grad_y if gathers else mine(grad_y, -1))
             right = [y if gathers else mine(y, -1), grad_x, mine(grad_weight, 0)]
             right += [mine(b, 0) for b in grad_bias]
             note(f"column {bias} {gathers}", found, right)
         for is_parallel in (True, False):
             torch.manual_seed(3)
-            layer = layers.RowParallelLinear(8, 12, bias, is_parallel).double()
+            layer = layers.RowParallelLinear(8, 12, bias, is_parallel, group).double()
+            shards = [p for p in layer.parameters() if p is not layer.bias]
+            assert [p.untyped_storage().nbytes() for p in shards] == [8 * 96 // n]
             found = grads_of(layer, mine(x, -1) if is_parallel else x, grad_y)
             right = [y, mine(grad_x, -1) if is_parallel else grad_x]
             note(
@@ -161,7 +174,26 @@ def test_layers_equal_linear(worker_pool: WorkerPool, world_size: int) -> None:
     assert len(results) == world_size
     for errors in results:
         assert len(errors) == 8
-        assert max(errors.values()) < 1e-13, errors
+        assert all(error < 1e-13 for error in errors.values()), errors
+
+
+def test_two_of_four_ranks_can_share_a_layer(worker_pool: WorkerPool) -> None:
+    for found in (layer_errors, vocabulary_errors):
+        results = worker_pool.run(found, True, world_size=4)
+        assert len(results) == 4
+        for errors in results:
+            assert len(errors) > 5
+            assert all(error < 1e-12 for error in errors.values()), errors
+
+
+def cut_and_keep() -> tuple[int, int]:
+    """Cut a matrix by rows; return the bytes of a shard, and what it keeps alive."""
+    shard = layers.shard_of(torch.ones(8, 8), 0)
+    return shard.nbytes, shard.untyped_storage().nbytes()
+
+
+def test_a_shard_does_not_keep_the_whole_alive(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(cut_and_keep, world_size=4) == [(64, 64)] * 4
 
 
 def initial_scale() -> float:
@@ -186,14 +218,15 @@ def test_features_that_do_not_divide_are_refused(worker_pool: WorkerPool) -> Non
         worker_pool.run(ten_columns, world_size=4)
 
 
-def vocabulary_errors() -> dict[str, float]:
+def vocabulary_errors(in_pairs: bool = False) -> dict[str, float]:
     """Compare embedding and cross-entropy with PyTorch's, labels in every shard."""
-    n, rank, errors = dist.get_world_size(), dist.get_rank(), {}
-    tokens = torch.randperm(64).view(4, 16)
+    group = pair(in_pairs)
+    n, rank, errors = dist.get_world_size(group), dist.get_rank(group), {}
+    tokens = torch.randperm(64).view(4, 16).roll(dist.get_rank() // n, dims=0)
     torch.manual_seed(3)
     plain = nn.Embedding(64, 8).double()
     torch.manual_seed(3)
-    ours = gpt.VocabularyParallelEmbedding(64, 8).double()
+    ours = gpt.VocabularyParallelEmbedding(64, 8, group).double()
     grad = torch.randn(4, 16, 8).double()
     plain(tokens).backward(grad)
     ours(tokens).backward(grad)
@@ -201,16 +234,29 @@ def vocabulary_errors() -> dict[str, float]:
     shard = plain.weight.grad.chunk(n)[rank]  # type: ignore[union-attr]
     errors["its gradient"] = (ours.weight.grad - shard).abs().max().item()
     for scale in (1.0, 1e4):  # the exponential of 1e4 is infinite
+        scale = scale * 1e4 ** (dist.get_rank() // n)
         logits = scale * torch.randn(64, 64).double()
         whole = logits.clone().requires_grad_()
         mine = logits.chunk(n, 1)[rank].clone().requires_grad_()
         right = F.cross_entropy(whole, tokens.flatten())
-        loss = gpt.vocabulary_parallel_cross_entropy(mine, tokens.flatten())
+        loss = gpt.vocabulary_parallel_cross_entropy(mine, tokens.flatten(), group)
         (3 * right).backward()
         (3 * loss).backward()
         errors[f"loss {scale}"] = ((loss - right) / right).abs().item()
         shard = whole.grad.chunk(n, 1)[rank]  # type: ignore[union-attr]
         errors[f"gradient {scale}"] = (mine.grad - shard).abs().max().item()  # type: ignore
+    # A logit that is masked out is nobody's term; a row of NaN is that token's alone.
+    labels, masked = torch.arange(1, 64), torch.randn(63, 64).double()
+    masked[:, 0] = -torch.inf
+    right = F.cross_entropy(masked, labels)
+    mine = masked.chunk(n, 1)[rank]
+    loss = gpt.vocabulary_parallel_cross_entropy(mine, labels, group)
+    errors["masked logits"] = (loss - right).abs().item()
+    with torch.no_grad():
+        ours.weight[0] = torch.nan
+        starts = torch.arange(0, 64, 64 // n)
+        errors["rows of NaN"] = ours((starts + 1)).isnan().sum().item()
+        assert ours(starts).isnan().all()
     return errors
 
 
@@ -219,8 +265,8 @@ def test_vocabulary_is_split_exactly(worker_pool: WorkerPool, world_size: int) -
     results = worker_pool.run(vocabulary_errors, world_size=world_size)
     assert len(results) == world_size
     for errors in results:
-        assert len(errors) == 6
-        assert max(errors.values()) < 1e-13, errors
+        assert len(errors) == 8
+        assert all(error < 1e-13 for error in errors.values()), errors
 
 
 # --- The whole GPT. ----------
@@ -530,8 +576,15 @@ class Run(NamedTuple):
 def run_train(*words: str) -> Run:
     """Be a rank of train.py in the pool's group, from the command line to the end."""
     output, errors, status = io.StringIO(), io.StringIO(), 0
+    losses, evaluate = list[float](), train.data.evaluate
+
+    def evaluated(*arguments: Any, **settings: Any) -> float:
+        losses.append(evaluate(*arguments, **settings))
+        return losses[-1]
+
     with (
         in_the_pool(train.ranks, *words),
+        mock.patch.object(train.data, "evaluate", evaluated),
         mock.patch.object(train.GPT, "generate", lambda *_, **__: "..."),  # is slow
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(errors),
@@ -540,6 +593,10 @@ def run_train(*words: str) -> Run:
             train.main(train.ranks.read_options(**train.OPTIONS))
         except SystemExit as end:
             status = end.code
+    if dist.get_rank() == 0:
+        before, after = (f"{loss:.2f}" for loss in losses)
+        due = f"validation: {before} nats per byte before, {after} after"
+        assert due in output.getvalue() and before != after
     return Run(output.getvalue(), errors.getvalue(), status)
 
 
@@ -567,6 +624,51 @@ def test_train_sees_each_sample_once_on_all_ranks(
         lines[-1],
     )
     assert float(error) < 1e-5
+
+
+def with_switches(*words: str) -> tuple[Run, set[bool], int, list[float]]:
+    """Train with --amp and --compile: what autocast, the compiler and MFU are given.
+
+    `torch.compile` is replaced, since it takes a minute.
+    """
+    casts, calls, rates, autocast = set[bool](), [], list[float](), torch.autocast
+
+    def cast(kind: str, dtype: torch.dtype, enabled: bool) -> Any:
+        casts.add(enabled)
+        return autocast(kind, dtype, enabled=enabled)
+
+    def compiled(function: Callable) -> Callable:
+        def call(*arguments: Any) -> Any:
+            calls.extend([0] * isinstance(function, nn.Module))
+            return function(*arguments)
+
+        return call
+
+    def utilisation(_: Any, rate: float, __: Any) -> str:
+        rates.append(rate)
+        return ""
+
+    with (
+        mock.patch.object(torch, "autocast", cast),
+        mock.patch.object(torch, "compile", compiled),
+        mock.patch.object(train.GPT, "utilisation", utilisation),
+    ):
+        run = run_train(*words, "--amp", "--compile")
+    return run, casts, len(calls), rates
+
+
+def test_train_passes_its_switches_on(worker_pool: WorkerPool, text: Path) -> None:
+    words = [*TINY, "--batch-size=8", "--max-epochs=1", f"--text={text}"]
+    ends = worker_pool.run(with_switches, *words)
+    assert len(ends) == 2
+    for run, casts, calls, rates in ends:
+        assert (run.status, casts, calls) == (0, {True}, 6), run.errors
+        assert len(rates) == 2
+    said = re.findall(r"(\S+) tokens/s", ends[0][0].output)
+    # A rank computes half of what both train on.
+    assert [float(n.replace(",", "")) for n in said] == pytest.approx(
+        [2 * rate for rate in ends[0][3]], abs=1
+    )
 
 
 def run_until(chapter: str, stop: int, *words: str) -> None:
@@ -600,7 +702,8 @@ def test_checkpoints_travel_between_chapters(
     run = worker_pool.run
     run(run_until, ddp, 18, *samples, "--batch-size=8", alone, world_size=1)
     run(run_until, ddp, 6, *samples, "--batch-size=4", mixed)
-    run(run_until, CHAPTER, 12, *samples, "--batch-size=8", mixed, world_size=4)
+    parts = ["--batch-size=4", "--grad-accum-steps=2"]
+    run(run_until, CHAPTER, 12, *samples, *parts, mixed, world_size=4)
     run(run_until, ddp, 18, *samples, "--batch-size=4", mixed)
     right, found = (
         torch.load(tmp_path / f"{name}.pt", weights_only=True)
@@ -677,11 +780,23 @@ def sequence_ending(fault: str) -> tuple[Any, str]:
             "+ sequence": ([script.SEQUENCE_PLAN], contextlib.nullcontext)
         },
         "memory": {"+ loss": script.WAYS["+ sequence"]},
+        "gradient": {},
     }
-    return ending("sequence_parallel", [(script, "WAYS", script.WAYS | wrong[fault])])
+    split = script.split_over_ranks
+
+    def split_and_double(*arguments: Any) -> Any:
+        ours = split(*arguments)
+        ours.blocks[1].query.weight.data.mul_(2 if fault == "gradient" else 1)
+        return ours
+
+    faults = [
+        (script, "WAYS", script.WAYS | wrong[fault]),
+        (script, "split_over_ranks", split_and_double),
+    ]
+    return ending("sequence_parallel", faults)
 
 
-@pytest.mark.parametrize("fault", ["gathered thrice", "memory"])
+@pytest.mark.parametrize("fault", ["gathered thrice", "memory", "gradient"])
 def test_sequence_parallel_gone_wrong_is_noticed(
     worker_pool: WorkerPool, fault: str
 ) -> None:
@@ -720,6 +835,55 @@ def test_optimizers_add_up_the_norms_partial_gradients(worker_pool: WorkerPool) 
     assert len(results) == 2
     for errors in results:
         assert len(errors) == 3 and max(errors) < 1e-9
+
+
+def masks_of_tokens(by_rank: bool) -> list[Tensor]:
+    """Return this rank's mask of its tokens, and that of each rank."""
+    script, mesh = modules["sequence_parallel"], init_device_mesh("cpu", (2,))
+    ours = gpt_of(dropout=0.5)
+    train.split_over_ranks(ours, mesh, *script.WAYS["+ sequence"][0])
+    masks: list[Tensor] = []
+    ours.blocks[0].drop.register_forward_hook(
+        lambda _, __, output: masks.append(output != 0)
+    )
+    torch.manual_seed(dist.get_rank() if by_rank else 0)
+    ours.train()(*batches_of(1)[0])
+    both = [torch.empty_like(masks[0]) for _ in range(2)]
+    dist.all_gather(both, masks[0])
+    return both
+
+
+def test_tokens_need_masks_of_their_own(worker_pool: WorkerPool) -> None:
+    for by_rank in (False, True):
+        for first, second in worker_pool.run(masks_of_tokens, by_rank):
+            assert first.shape == second.shape and 0.3 < first.float().mean() < 0.7
+            assert torch.equal(first, second) == (not by_rank)
+
+
+def counted_calls() -> list[tuple[list[tuple[str, int]], int]]:
+    """Return what is noted of gathers and sums that a script makes itself."""
+    x, whole, found = torch.ones(4), torch.empty(8), []
+    parts = [torch.empty(4), torch.empty(4)]
+    for call in (
+        lambda: dist.all_gather(parts, x),
+        lambda: dist.all_gather_into_tensor(whole, x),
+        lambda: dist.reduce_scatter_tensor(x, whole),
+        lambda: dist.all_reduce(x),
+    ):
+        with sent_and_kept.Collectives() as calls:
+            call()
+        found.append((calls.noted, calls.sent_on_a_ring()))
+    with sent_and_kept.Collectives() as calls:
+        dist.broadcast(x, src=0)
+    with pytest.raises(KeyError, match="broadcast_"):
+        calls.sent_on_a_ring()
+    return found
+
+
+def test_plain_collectives_count_as_those_of_dtensors(worker_pool: WorkerPool) -> None:
+    names = ["allgather_", "_allgather_base_", "_reduce_scatter_base_", "allreduce_"]
+    given = zip(names, (16, 16, 32, 16), strict=True)
+    assert worker_pool.run(counted_calls) == [[([one], 16) for one in given]] * 2
 
 
 def clip_by_value() -> str:

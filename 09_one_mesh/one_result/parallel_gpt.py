@@ -31,9 +31,12 @@ class VocabularyParallelEmbedding(nn.Module):
         self.weight, self.group = nn.Parameter(shard_of(whole.weight, 0, group)), group
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map (...) to (..., width): one rank has the row, the others add zeros."""
+        """Map (...) to (..., width): one rank has the row, the others add zeros.
+
+        Not checked: a token that is none of the V gets zeros.
+        """
         row, is_here = local_index(tokens, len(self.weight), self.group)
-        term = F.embedding(row, self.weight) * is_here[..., None]
+        term = F.embedding(row, self.weight).masked_fill(~is_here[..., None], 0)
         return SumOverRanks.apply(term, self.group)
 
 
@@ -47,12 +50,15 @@ def local_index(tokens: Tensor, rows: int, group: Any) -> tuple[Tensor, Tensor]:
 def vocabulary_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, group: Any = None
 ) -> Tensor:
-    """Return the mean loss of logits (N, V / n) and labels (N,); gather no logits."""
+    """Return the mean loss of logits (N, V / n) and labels (N,); gather no logits.
+
+    Labels are from 0 to V - 1, which nobody checks: there is no `ignore_index`.
+    """
     # Subtracting a row's largest logit changes nothing, and no exponential overflows.
     largest = all_reduced(logits.max(dim=1).values, group, dist.ReduceOp.MAX)
     logits = logits - largest[:, None]
     column, is_here = local_index(labels, logits.shape[1], group)
-    of_label = logits.gather(1, column[:, None])[:, 0] * is_here
+    of_label = logits.gather(1, column[:, None])[:, 0].masked_fill(~is_here, 0)
     # Two numbers for each token, in one message.
     terms = torch.stack([logits.exp().sum(dim=1), of_label])
     exp_sum, of_label = SumOverRanks.apply(terms, group)
