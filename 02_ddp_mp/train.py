@@ -56,7 +56,7 @@ def train_on_shard(device: torch.device, options: argparse.Namespace) -> None:
 
     error, baseline = rmse_in_metres(model, held_out, terrain), terrain.std
     say(f"held-out points: RMSE {error:.1f} m (predicting the mean: {baseline:.1f} m)")
-    error = max(gather(gradient_error(ddp_model, held_out)))
+    error = torch.tensor(gather(gradient_error(ddp_model, held_out))).max()
     is_right = ranks.same_on_all_ranks(model.parameters()) and error < 1e-5
     bits = f"{dist.get_world_size()} rank(s) hold the same bits"
     check(is_right, f"{bits}, and a gradient within {error:.0e} of one process's")

@@ -159,7 +159,8 @@ def main(options: argparse.Namespace) -> None:
     if options.checkpoint:
         run.save(loss_after)
         say(f"checkpoint: {options.checkpoint}")
-    error = max(gather(data.gradient_error(ddp_model, model, held_out)))
+    error = data.gradient_error(ddp_model, model, held_out)
+    error = torch.tensor(gather(error)).max()  # max() would drop a NaN
     is_right = ranks.same_on_all_ranks(model.parameters()) and error < 1e-5
     bits = f"{world_size} rank(s) hold the same bits"
     ranks.check(is_right, f"{bits}, and a gradient within {error:.0e} of one process's")

@@ -174,7 +174,8 @@ def error_of_one_trainer(
     train_in_one_process(alone, ([b] for b in batches), options.lr, options.lr)
     pairs = [(HERE.table.weight, table.weight)]
     pairs += zip(dense, alone.dense.parameters(), strict=True)
-    return max(relative_error(a.detach(), b.detach()) for a, b in pairs)
+    errors = [relative_error(a.detach(), b.detach()) for a, b in pairs]
+    return torch.tensor(errors).max().item()  # max() would drop a NaN
 
 
 def release() -> None:
@@ -229,7 +230,7 @@ def check_trainers(model: HybridModel, options: Namespace, steps: int) -> list[s
     was_used = torch.isin(moved, torch.cat(training.bags))
     wrong = max(gather(int((~was_used).sum())))
     sample = held_out.batch(torch.arange(rank, len(held_out), 64))
-    error = max(gather(table_gradient_error(model, sample)))
+    error = torch.tensor(gather(table_gradient_error(model, sample))).max().item()
     are_equal = same_on_all_ranks(model.dense.parameters())
     equal = "equal" if are_equal else "NOT equal"
     limit = f"(limit {LIMIT:.0e})"

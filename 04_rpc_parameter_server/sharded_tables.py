@@ -98,8 +98,8 @@ def main(steps: int) -> None:
     classifier.train_in_one_process(alone, zip(*batches, strict=True), LR, LR)
     pairs = [(own, alone.get_parameter("table.weight")[rank::n])]
     pairs += zip(model.dense.parameters(), alone.dense.parameters(), strict=True)
-    apart = max((mine - other).abs().max().item() for mine, other in pairs)
-    within = f"within {max(gather(apart)):.0e} of one process's (limit 1e-05)"
+    apart = torch.tensor(gather([(a - b).abs().max().item() for a, b in pairs])).max()
+    within = f"within {apart:.0e} of one process's (limit 1e-05)"
     check(apart < 1e-5, f"after {steps} steps all weights are {within}")
     leave()
 

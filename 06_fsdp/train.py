@@ -160,7 +160,8 @@ def main(options: argparse.Namespace) -> None:
         say(f"checkpoint: {options.checkpoint}")
     plain = GPT(config).to(device)
     plain.load_state_dict(checkpoint.gathered(model.state_dict()))
-    error = max(gather(data.gradient_error(model, plain, held_out)))
+    error = data.gradient_error(model, plain, held_out)
+    error = torch.tensor(gather(error)).max()  # max() would drop a NaN
     claim = f"{world_size} rank(s) compute the gradient of one process, within"
     ranks.check(error < 1e-5, f"{claim} {error:.0e}")
     ranks.leave()

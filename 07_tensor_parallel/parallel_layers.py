@@ -68,7 +68,7 @@ class ColumnParallelLinear(nn.Module):
         self.gather_output, self.group = gather_output, group
 
     def forward(self, x):
-        """Map (..., in_features) to this rank's columns of (..., out_features), or all."""
+        """Map (..., in_features) to this rank's n-th of (..., out_features), or all."""
         y = F.linear(CopyToRanks.apply(x, self.group), self.weight, self.bias)
         if self.gather_output:
             # Padded with zeros, the ranks' columns add up to the whole. An all-gather

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-
 NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
 # Those that are given room for the result first.
 RESULT_FIRST = ("_allgather_base_", "allgather_", "_reduce_scatter_base_")

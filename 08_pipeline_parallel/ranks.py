@@ -166,7 +166,7 @@ def same_on_all_ranks(tensors: Iterable[torch.Tensor]) -> bool:
     return len(set(gather(digest.digest()))) == 1
 
 
-def check(is_right: bool, claim: str) -> None:
+def check(is_right: bool | torch.Tensor, claim: str) -> None:
     """Print the claim if every rank found it true, else end; every rank calls this."""
     wrong = [rank for rank, right in enumerate(gather(bool(is_right))) if not right]
     if wrong:

@@ -391,9 +391,7 @@ def rule_of_uneven_rows() -> list[bool]:
     lesson = load_chapter(DTENSOR)["meta_init"]
     mesh = init_device_mesh("cpu", (2,))
     rows = torch.tensor([[1.0], [2.0], [1.0]]), torch.tensor([[1.0], [2.0], [3.0]])
-    return [
-        lesson.shards_differ(distribute_tensor(x, mesh, [Shard(0)])) for x in rows
-    ]
+    return [lesson.shards_differ(distribute_tensor(x, mesh, [Shard(0)])) for x in rows]
 
 
 def test_rule_of_the_meta_device_compares_the_rows_that_both_have(

@@ -718,7 +718,7 @@ def prepare_with(flaw: str, model: Any) -> Any:
     if flaw in ("one layer", "stay whole"):
         for p in model.parameters():
             dist.broadcast(p.detach(), src=0)
-        settings = {"reshard_after_forward": False} if flaw == "stay whole" else {}
+        settings: Any = {"reshard_after_forward": False} if flaw == "stay whole" else {}
         layers = model.layers if flaw == "stay whole" else [model.layers[2]]
         for module in (*layers, model):
             fully_shard(module, mesh=mesh, **settings)
@@ -834,7 +834,7 @@ def train_with(flaw: str, model: Any, mesh: Any, steps: Any) -> Any:
     """Train as the answer does, but for one flaw."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parts = {"root alone": [], "one block": [model.blocks[0]]}
-    settings = {"reshard_after_forward": False} if flaw == "stay whole" else {}
+    settings: Any = {"reshard_after_forward": False} if flaw == "stay whole" else {}
     modules = [*parts.get(flaw, model.blocks), model]
     for module in modules if flaw != "not sharded" else []:
         fully_shard(module, mesh=mesh, **settings)

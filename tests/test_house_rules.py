@@ -428,6 +428,25 @@ def no_path_surgery(tree: Tree) -> list[str]:
     return violations
 
 
+def no_maximum_drops_a_nan(tree: Tree) -> list[str]:
+    """Of errors a lesson takes the maximum of a tensor: `max()` may drop a NaN.
+
+    `same_as_one_process.py` asks `allclose` before.
+    """
+    errors = re.compile(
+        r"\.item\(\) for|torch\.dist\b|gather\(.*(error|apart|\.item\()"
+    )
+    return [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, module in lesson_files(tree).items()
+        if not name.endswith("/same_as_one_process.py")
+        for node in ast.walk(module)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "max"
+        and errors.search(ast.unparse(node))
+    ]
+
+
 def scripts_say_how_to_run_them(tree: Tree) -> list[str]:
     """The docstring of a script has the parts that STYLE asks for."""
     return [
@@ -1192,6 +1211,8 @@ BROKEN: list[tuple[Rule, Tree, str]] = [
     (names_are_the_fields_own, {"01_a/b.py": "gpu_id = 0\n"}, "say rank"),
     (names_are_the_fields_own, {"tests/b.py": "def f(size): ...\n"}, "say world_size"),
     (names_are_the_fields_own, {"b.py": "def master_process(): ...\n"}, "is_rank_zero"),
+    (no_maximum_drops_a_nan, {"01_a/b.py": "max(gather(error_of(x)))"}, "01_a/b.py:1"),
+    (no_maximum_drops_a_nan, {"01_a/b.py": "max(x.item() for x in y)"}, "01_a/b.py:1"),
     (no_fixed_port, {"01_a/b.py": f"port = {FORBIDDEN_PORT}\n"}, "01_a/b.py:1"),
     (no_fixed_port, {"tests/b.py": f"\nurl = f'{{x}}:{FORBIDDEN_PORT}'"}, "b.py:2"),
     (
@@ -1500,6 +1521,13 @@ KEPT: list[tuple[Rule, Tree]] = [
     (
         commands_suit_other_shells,
         {"a.md": readme('A=\'b c\' B=d E="f"\n$ x "$A" $B $E $PORT')},
+    ),
+    (
+        no_maximum_drops_a_nan,
+        {
+            "01_a/b.py": "torch.tensor(gather(error_of(x))).max(); max(gather(seconds))",
+            "01_a/same_as_one_process.py": "max(torch.dist(a, b) for a, b in pairs)",
+        },
     ),
     (numbered_lines_are_items, {"a.md": "a\n1. b\n2. c\n\nd\n\n3. e\n   2 f\n4. g\n"}),
     (

@@ -255,7 +255,7 @@ def vocabulary_errors(in_pairs: bool = False) -> dict[str, float]:
     with torch.no_grad():
         ours.weight[0] = torch.nan
         starts = torch.arange(0, 64, 64 // n)
-        errors["rows of NaN"] = ours((starts + 1)).isnan().sum().item()
+        errors["rows of NaN"] = ours(starts + 1).isnan().sum().item()
         assert ours(starts).isnan().all()
     return errors
 
@@ -855,7 +855,9 @@ def masks_of_tokens(by_rank: bool) -> list[Tensor]:
 
 def test_tokens_need_masks_of_their_own(worker_pool: WorkerPool) -> None:
     for by_rank in (False, True):
-        for first, second in worker_pool.run(masks_of_tokens, by_rank):
+        ends = worker_pool.run(masks_of_tokens, by_rank)
+        assert len(ends) == 2
+        for first, second in ends:
             assert first.shape == second.shape and 0.3 < first.float().mean() < 0.7
             assert torch.equal(first, second) == (not by_rank)
 

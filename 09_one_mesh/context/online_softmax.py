@@ -32,7 +32,7 @@ def main() -> None:
         mean, total = attend(scores, values)[0], scores.exp().sum()
         print(f"{name:6} | ({' + '.join(terms)}) / {total:g} = {mean:g}")
     right = SCORES.flatten().softmax(0) @ VALUES.flatten()
-    if abs(attend_in_parts(SCORES, VALUES) - right) > 1e-12:
+    if not abs(attend_in_parts(SCORES, VALUES) - right) < 1e-12:
         fail("the mean in parts is not that of one softmax over the four keys")
     print(f"check: one softmax over the four keys gives {right:g} too")
 
