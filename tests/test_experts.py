@@ -200,7 +200,9 @@ def test_first_choices_take_the_places_first() -> None:
 def test_capacity_is_rounded_up() -> None:
     # Fedus et al., Switch Transformers, equation 3: tokens / experts x capacity factor.
     # A place is whole: 5 tokens for 2 experts are 2.5, so 3.
-    for tokens, k, factor, places in ((5, 1, 1.0, 3), (4, 1, 1.0, 2), (5, 1, 1.25, 4)):
+    # 1.1 x 100 / 2 are 55; in floats they are a little more.
+    cases = ((5, 1, 1.0, 3), (4, 1, 1.0, 2), (5, 1, 1.25, 4), (100, 1, 1.1, 55))
+    for tokens, k, factor, places in cases:
         layer = mixture.Mixture(D, 2, k, factor)
         nn.init.constant_(layer.router.weight, 0.0)
         with torch.no_grad():
@@ -208,6 +210,15 @@ def test_capacity_is_rounded_up() -> None:
         layer(torch.ones(1, tokens, D))
         assert layer.chosen.tolist() == [tokens, 0]
         assert tokens - layer.dropped == places
+
+
+def test_a_mixture_runs_under_autocast() -> None:
+    torch.manual_seed(0)
+    layer, x = mixture.Mixture(D, 4, capacity_factor=100), torch.randn(B, T, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    apart = (y - layer(x)).abs().max() / layer(x).abs().max()
+    assert y.dtype == torch.bfloat16 and 1e-4 < apart < 0.2
 
 
 def test_an_expert_is_the_mlp_of_a_block() -> None:
@@ -686,13 +697,15 @@ def step_with(layer: Any, x: Tensor, labels: Tensor, optimizer: Any, flaw: str) 
     optimizer.zero_grad()
     torch.nn.functional.mse_loss(layer(x), labels).backward()
     for p in layer.router.parameters():
-        if flaw != "own router":
+        if flaw != "own router" and not (flaw == "own bias" and p.ndim == 1):
             dist.all_reduce(p.grad, dist.ReduceOp.AVG)
     for p in layer.expert.parameters():
         if flaw == "mean of experts":
             dist.all_reduce(p.grad, dist.ReduceOp.AVG)
         if flaw == "a quarter":
             p.grad /= 4
+        if flaw == "own bias":
+            p.grad /= 2
     if flaw != "no step":
         optimizer.step()
 
@@ -707,6 +720,7 @@ HINTS = {
     "not divided": "this rank's expert has moved 2 times as far as in one process",
     "a quarter": "this rank's expert has not moved as in one process",
     "no step": "the router has not moved as in one process",
+    "own bias": "of the biases: the router has moved by this rank's tokens only",
 }
 
 
@@ -729,7 +743,7 @@ def test_broken_experts_are_told_what_is_wrong(worker_pool: WorkerPool) -> None:
     told = worker_pool.run(tell_experts)
     due = ["it ended with: Split sizes doesn't match total dim 0 size", ""]
     due += [HINTS["mean of experts"], *HINTS.values()]
-    assert len(told) == 2 and len(due) == 11
+    assert len(told) == 2 and len(due) == 12
     for of_rank in told:
         cut = [text[: len(d)] or text for text, d in zip(of_rank, due, strict=True)]
         assert cut == due

@@ -1525,7 +1525,7 @@ KEPT: list[tuple[Rule, Tree]] = [
     (
         no_maximum_drops_a_nan,
         {
-            "01_a/b.py": "torch.tensor(gather(error_of(x))).max(); max(gather(seconds))",
+            "01_a/b.py": "torch.tensor(gather(error_of(x))).max(); max(gather(s))",
             "01_a/same_as_one_process.py": "max(torch.dist(a, b) for a, b in pairs)",
         },
     ),

@@ -503,6 +503,18 @@ def flawed(q: Tensor, k: Tensor, v: Tensor, flaw: str) -> Tensor:
         all_ranks[dist.get_rank()] = both
         k, v = torch.cat(all_ranks, 2)
         return F.scaled_dot_product_attention(q, k, v)
+    if flaw == "one by one":
+        lengths = [None] * n
+        dist.all_gather_object(lengths, k.shape[1])
+        found = []
+        for source, length in enumerate(lengths):
+            for i in range(length):
+                pair = torch.zeros(2, k.shape[0], k.shape[2], dtype=k.dtype)
+                if source == dist.get_rank():
+                    pair = torch.stack([k[:, i], v[:, i]])
+                dist.broadcast(pair, source)
+                found.append(pair)
+        return F.scaled_dot_product_attention(q, *torch.stack(found, 2))
     if flaw in ("mean", "sum", "by number"):
         numbers = torch.tensor(float(k.shape[1]), dtype=q.dtype)
         dist.all_reduce(numbers)
@@ -525,7 +537,8 @@ HINTS = {
     "sum": "first case: this is the sum of the ranks' results: a rank counts by the",
     "by number": "first case: this is the mean of the ranks' results, weighted by",
     "no maximum": "large scores: the result is not finite: which exponential is too",
-    "keys": "first case: right, but a message has ",
+    "keys": "first case: right, but the messages have ",
+    "one by one": "first case: right, but the messages have ",
 }
 
 
@@ -540,7 +553,7 @@ def tell_answers() -> list[str]:
 def test_decode_is_told_what_is_wrong(worker_pool: WorkerPool) -> None:
     told = worker_pool.run(tell_answers, world_size=3)
     due = ["first case: this rank attends to its own keys alone", "", *HINTS.values()]
-    assert len(told) == 3 and len(due) == 7
+    assert len(told) == 3 and len(due) == 8
     for of_rank in told:
         cut = [
             text[: len(hint)] or text for text, hint in zip(of_rank, due, strict=True)

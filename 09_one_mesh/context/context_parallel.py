@@ -2,7 +2,7 @@
 
 Run: torchrun --nproc-per-node=4 09_one_mesh/context/context_parallel.py
 Expect: loss and gradients of one process. Cut in contiguous order, the last rank
-    computes most; by zigzag all compute equally much in each step of the ring.
+    computes most; by zigzag all compute nearly as much in each step of the ring.
 """
 
 from collections.abc import Sequence

@@ -119,7 +119,6 @@ def pass_on(x: Tensor, length: int, group: Any) -> tuple[Tensor, list]:
     """
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     arriving = x.new_empty(*x.shape[:-2], length, x.shape[-1])
-    # The receive is posted first: on gloo data leaves when the other side has done so.
     receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % n)
     send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % n)
     return arriving, dist.batch_isend_irecv([receive, send])

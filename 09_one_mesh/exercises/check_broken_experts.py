@@ -45,13 +45,13 @@ def outputs(router: nn.Linear, experts: list[nn.Linear], x: Tensor) -> Tensor:
     return x + weight[:, None] * both[chosen, torch.arange(len(x))]
 
 
-def gradients_of(rank: int) -> list[Tensor]:
-    """Return the gradients of one rank's loss: of the router, and of each expert."""
+def gradients_of(rank: int, name: str) -> list[Tensor]:
+    """Return one rank's gradients of `weight` or `bias`: of router and experts."""
     router, experts = router_and_experts()
     x, labels = tokens_of(rank)
     F.mse_loss(outputs(router, experts, x), labels).backward()
-    weights = [router.weight, *(expert.weight for expert in experts)]
-    return [torch.as_tensor(weight.grad) for weight in weights]
+    parameters = [getattr(layer, name) for layer in (router, *experts)]
+    return [torch.as_tensor(parameter.grad) for parameter in parameters]
 
 
 def explain_outputs(found: Any, x: Tensor) -> str:
@@ -70,19 +70,21 @@ def explain_outputs(found: Any, x: Tensor) -> str:
     return "the outputs are not those of one process"
 
 
-def explain_step(router: nn.Linear, expert: nn.Linear, rank: int) -> str:
-    """Say which way the weights went wrong in a step of SGD, or nothing."""
+def explain_step(
+    router: nn.Linear, expert: nn.Linear, rank: int, part: str = "weight"
+) -> str:
+    """Say which way a step of SGD went wrong for the weights or biases, or nothing."""
     old_router, old_experts = router_and_experts()
-    (router_0, *of_0), (router_1, *of_1) = gradients_of(0), gradients_of(1)
+    (router_0, *of_0), (router_1, *of_1) = (gradients_of(r, part) for r in (0, 1))
     mine, other = (of_0[e] + of_1[e] for e in (rank, 1 - rank))  # sums of two losses
     routers = {"": (router_0 + router_1) / 2, TWICE: router_0 + router_1}
     routers[ALONE] = (router_0, router_1)[rank]
     experts = {"": mine / 2, TWICE: mine, HALVES: (mine + other) / 2}
     for name, new, old, hints in (
-        ("the router has", router.weight, old_router.weight, routers),
-        ("this rank's expert has", expert.weight, old_experts[rank].weight, experts),
+        ("the router has", router, old_router, routers),
+        ("this rank's expert has", expert, old_experts[rank], experts),
     ):
-        moved = (old - new).detach()
+        moved = (getattr(old, part) - getattr(new, part)).detach()
         for hint, gradient in hints.items():
             if torch.allclose(moved, gradient):
                 if hint:
@@ -108,4 +110,6 @@ def try_experts(answer: tuple[Any, Any]) -> str:
         return in_words(error)
     except (AttributeError, TypeError, ValueError, IndexError) as error:
         return f"it ended with: {' '.join(str(error).split())}"
-    return explain_step(router, experts[rank], rank)
+    text = explain_step(router, experts[rank], rank)
+    biases = explain_step(router, experts[rank], rank, "bias")
+    return text or (biases and f"of the biases: {biases}")

@@ -21,19 +21,19 @@ CASES = {
     "a rank without keys": ((40, 0, 12), 1.0),
 }
 FAULTS = (RuntimeError, AttributeError, ValueError, TypeError, IndexError)
-MOST_BYTES = WORLD_SIZE * H * (D + 2) * 8
+MOST_BYTES = 4 * WORLD_SIZE * H * (D + 2) * 8  # all keys have seven times as many
 
 
 class Messages(TorchDispatchMode):
-    """Keeps the bytes of the largest tensor that is given to a collective."""
+    """Adds up the bytes of the largest tensor that is given to each collective."""
 
-    largest = 0
+    nbytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Call what was to be called."""
         if "c10d" in func.namespace:
             tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
-            self.largest = max(self.largest, *(t.nbytes for t in tensors), 0)
+            self.nbytes += max((t.nbytes for t in tensors), default=0)
         return func(*args, **(kwargs or {}))
 
 
@@ -60,10 +60,10 @@ def try_decode(answer: Callable) -> str:
             return f"{name}: {in_words(RuntimeError(error))}"
         if text := explain_result(found, q * factor, parts):
             return f"{name}: {text}"
-        if messages.largest > MOST_BYTES:
+        if messages.nbytes > MOST_BYTES:
             return (
-                f"{name}: right, but a message has {messages.largest:,} bytes; keys "
-                f"and values can stay where they are: {H * (D + 1) * 8} bytes will do"
+                f"{name}: right, but the messages have {messages.nbytes:,} bytes; keys "
+                f"and values can stay where they are: {H * (D + 2) * 8} bytes will do"
             )
     return ""
 

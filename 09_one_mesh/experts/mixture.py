@@ -93,7 +93,7 @@ class Mixture(nn.Module):
         probabilities = self.router(tokens).softmax(1)  # (N, E)
         weights, experts = choose_experts(probabilities, self.k)
         pairs = experts.numel()
-        capacity = math.ceil(self.capacity_factor * pairs / self.count)
+        capacity = math.ceil(round(self.capacity_factor * pairs / self.count, 6))
         kept = pairs_with_a_place(experts, self.count, capacity)
         token = kept % len(tokens)
         counts = experts.T.flatten()[kept].bincount(minlength=self.count)
@@ -104,7 +104,7 @@ class Mixture(nn.Module):
         self.chosen += experts.flatten().bincount(minlength=self.count)
         self.dropped += pairs - len(kept)
         # A token none of whose choices was kept gets zero: the residual passes it on.
-        return torch.zeros_like(tokens).index_add(0, token, rows).view_as(x)
+        return rows.new_zeros(tokens.shape).index_add(0, token, rows).view_as(x)
 
     def through_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map (M, D) to the same shape; the first counts[0] rows are for expert 0."""

@@ -37,7 +37,7 @@ def main() -> None:
     ranks, tokens, count = PROBABILITIES.shape
     layer = Mixture(width=count, experts=count, k=1, senders=ranks)
     factor, k = layer.capacity_factor, layer.k
-    capacity = math.ceil(factor * tokens * k / count)
+    capacity = math.ceil(round(factor * tokens * k / count, 6))
     print(f"capacity: {factor} * {tokens} * {k} / {count}, rounded up, is {capacity}")
     print("       | expert of token | sends  | rows to experts | rows to ranks")
     dropped, due = [], []

@@ -118,7 +118,8 @@ def refuse(job: Job, fixed: dict[str, Any]) -> str:
                 return f"{line}{devices} devices would do, as {layout}"
         except ValueError:  # of so many devices no layout can be
             continue
-    return f"{line}more devices do not help: shorten the sequence, or offload"
+    line += "2 to 128 times the devices do not help: "
+    return line + "shorten the sequence, or offload"
 
 
 def plan_of(job: Job, layout: Layout) -> Plan:

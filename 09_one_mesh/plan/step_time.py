@@ -55,8 +55,9 @@ def data_bytes(job: Job, layout: Layout) -> DataBytes:
     gather, reduce = 2, 4 if layout.sharding in ("none", "fsdp") else 2
     if is_fsdp:  # a pipeline gathers and reduces once a step
         times = 1 if is_pipeline else layout.micro_batches(job)
-        again = 0 if is_pipeline else gather
-        found = gather * parameters, (again + reduce) * parameters, 0.0, gather * edge
+        again = 0 if is_pipeline else parameters - ends * part  # the root stays whole
+        backward = gather * again + reduce * parameters
+        found = gather * parameters, backward, 0.0, gather * edge
     else:  # zero-2 keeps no whole gradient from one micro-batch to the next
         times = layout.micro_batches(job) if layout.sharding == "zero-2" else 1
         after = 0.0 if layout.sharding == "none" else gather * parameters

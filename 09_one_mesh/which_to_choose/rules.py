@@ -52,7 +52,7 @@ def choose(job: Job) -> Layout | None:
 def try_rules(job: Job) -> tuple[Layout | str, float | None]:
     """Return what is chosen, and how much slower it is than the fastest with headroom.
 
-    For none it is "-" if nothing fits so, and "?" if the planner finds what does.
+    For none it is "-" if there is no such layout, and "?" if the planner finds one.
     """
     layout = choose(job)
     try:
