@@ -29,7 +29,7 @@ def hybrid_step(
 ) -> torch.Tensor:
     """Take one step of a model whose parts live in several processes.
 
-    Each process keeps the step's gradients by context: there is nothing to zero.
+    Gradients are kept by context, and every parameter gets a new one in each step.
     """
     indices, offsets, labels = batch
     with dist_autograd.context() as context_id:

@@ -273,6 +273,12 @@ def test_a_port_in_use_and_an_absent_master_are_one_line_each(run: Run) -> None:
     assert process.returncode == 2
 
 
+def test_a_death_is_told_within_15_seconds() -> None:
+    beats = load_chapter(CHAPTER)["heartbeats"]
+    assert beats.DEAD_AFTER == 10  # the supervision page's
+    assert beats.DEAD_AFTER + beats.FAREWELL + 4 * beats.BEAT <= 15  # the chapter's
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_a_store_listens_where_the_socket_does_that_it_is_given() -> None:
     trust: Any = load_chapter("04_rpc_parameter_server/supervision")["trust"]

@@ -15,6 +15,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +57,7 @@ def recording_step(model, optimizer, batch):
     record = {{"loss": loss.item()}}
     weights = [p.detach().numpy().tobytes() for p in model.dense.parameters()]
     record["dense"] = hashlib.sha256(b"".join(weights)).hexdigest()
+    record["parts"] = [hashlib.sha256(one).hexdigest() for one in weights]
     record["looked_up"] = hashlib.sha256(batch[0].numpy().tobytes()).hexdigest()
     if not recording_step.called:
         recording_step.called = True
@@ -83,10 +85,16 @@ def recording_trainer(*arguments):
         numbers.append(sum(tensor.numel() for tensor in tensors))
         return answer
 
-    train.rpc.rpc_sync = recording_call
+    accuracy, judged = train.accuracy, []
+
+    def recording_accuracy(model, samples):
+        judged.append(len(samples))
+        return accuracy(model, samples)
+
+    train.rpc.rpc_sync, train.accuracy = recording_call, recording_accuracy
     result = original_trainer(*arguments)
     with open(f"{folder}/answers{{train.dist.get_rank()}}", "w") as out:
-        json.dump(numbers, out)
+        json.dump([numbers, judged], out)
     return result
 
 
@@ -137,6 +145,15 @@ def test_dense_part_is_the_same_on_both_trainers_after_every_step(
     assert len(set(of_zero)) == len(of_zero)  # and each step changes it
 
 
+def test_each_step_changes_every_part_of_the_dense_part(
+    recorded: tuple[Result, Any, Any],
+) -> None:
+    parts = list(zip(*(step["parts"] for step in recorded[1][0]), strict=True))
+    assert len(parts) == 6
+    for digests in parts:
+        assert len(set(digests)) == len(digests) == 3 * steps_in_epoch()
+
+
 def test_trainers_never_share_a_batch(recorded: tuple[Result, Any, Any]) -> None:
     batches = [step["looked_up"] for one in recorded[1] for step in one]
     assert len(batches) == len(set(batches)) == 6 * steps_in_epoch()
@@ -146,9 +163,10 @@ def test_the_whole_table_comes_to_no_trainer(
     recorded: tuple[Result, Any, Any],
 ) -> None:
     # For the checks: the rows that have moved, and of one batch gradients and rows.
-    assert len(recorded[2]) == 2
-    assert min(map(len, recorded[2])) >= 3
-    assert max(map(max, recorded[2])) < 2**15 * 32 / 10
+    numbers = [brought for brought, _ in recorded[2]]
+    assert len(numbers) == 2
+    assert min(map(len, numbers)) >= 3
+    assert max(map(max, numbers)) < 2**15 * 32 / 10
 
 
 def test_printed_loss_is_the_mean_over_trainers(
@@ -178,6 +196,8 @@ def test_accuracy_on_held_out_files_is_far_above_chance(
     assert untrained < 1.5 * chance
     assert len(right) == 3
     assert right[-1] > 2.5 * chance
+    held_out = len(load_chapter(CHAPTER)["classifier"].load_samples()[1])
+    assert [judged for _, judged in recorded[2]] == [[held_out] * 4] * 2
 
 
 def test_every_line_says_who_speaks_and_nothing_else_is_printed(
@@ -459,10 +479,10 @@ def test_the_size_of_a_table_is_the_masters_to_decide(
     assert torch.equal(modules["table_file"].load_table(path), torch.ones(8, 32))
 
 
-def group_of_a_trainer(join: Callable[[str, int], Any]) -> tuple[str, Any, str]:
+def group_of_a_trainer(join: Callable[[str, int], Any]) -> tuple[Any, ...]:
     """Let a trainer form its group as if there were two GPUs.
 
-    Returns the backend, what `join` returns, and what is said of them.
+    Returns the backend, what `join` returns, what is said of them, and the timeout.
     """
     store = load_chapter(CHAPTER)["heartbeats"].host_store("127.0.0.1")
     dist.PrefixStore("trainers", store).set("host 1", socket.gethostname())
@@ -478,7 +498,7 @@ def group_of_a_trainer(join: Callable[[str, int], Any]) -> tuple[str, Any, str]:
         joined = join("127.0.0.1", store.port)
     assert leave.call_count == 1
     (backend,) = form.call_args.args
-    return backend, joined, printed.getvalue()
+    return backend, joined, printed.getvalue(), form.call_args.kwargs.get("timeout")
 
 
 def test_what_stays_on_the_cpu_uses_gloo_also_where_there_are_gpus() -> None:
@@ -488,7 +508,7 @@ def test_what_stays_on_the_cpu_uses_gloo_also_where_there_are_gpus() -> None:
     found = group_of_a_trainer(
         lambda *place: supervised.run_trainer(0, 2, place, lambda device: device)
     )
-    assert found == ("nccl", torch.device("cuda", 0), line)
+    assert found == ("nccl", torch.device("cuda", 0), line, timedelta(minutes=5))
 
     # `asynchronous.py` makes its dense part on the CPU, and says nothing of devices.
     def be_trainer(address: str, port: int) -> None:
@@ -500,7 +520,7 @@ def test_what_stays_on_the_cpu_uses_gloo_also_where_there_are_gpus() -> None:
         ):
             roles.be_role(roles.names_of_roles(2), None, None)
 
-    assert group_of_a_trainer(be_trainer) == ("gloo", None, "")
+    assert group_of_a_trainer(be_trainer) == ("gloo", None, "", None)
 
 
 def test_two_stores_need_two_ports() -> None:
@@ -698,8 +718,11 @@ def test_a_dense_part_outside_ddp_is_noticed(tmp_path: Path) -> None:
     assert wrong in result.output
 
 
-def sleeps_and_steps(late: float) -> list[Any]:
-    """Be a trainer of asynchronous.py with its server here; note sleeps and steps."""
+def sleeps_and_steps(late: float, **more: Any) -> tuple[list[Any], str]:
+    """Be a trainer of asynchronous.py with its server here, and `more` that is fake.
+
+    Returns when it has slept and stepped, and what it has printed.
+    """
     lesson, noted = load_chapter(CHAPTER)["asynchronous"], []
     samples = lesson.classifier.load_samples()[0]
     few = lesson.classifier.Samples(samples.bags[:96], samples.labels[:96])
@@ -731,21 +754,56 @@ def sleeps_and_steps(late: float) -> list[Any]:
         "time": SimpleNamespace(sleep=noted.append),
     }
     with (
-        mock.patch.multiple(lesson, **fakes),
+        mock.patch.multiple(lesson, **(fakes | more)),
         mock.patch.object(lesson.classifier, "load_samples", return_value=(few, None)),
-        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stdout(io.StringIO()) as output,
     ):
         lesson.be_master(Namespace(trainers=dist.get_world_size(), late=late))
-    return [one for one in noted if one]
+    return [one for one in noted if one], output.getvalue()
 
 
 def test_the_last_trainer_alone_waits_before_each_step(
     worker_pool: WorkerPool,
 ) -> None:
     # Two steps of 16 samples for each of three trainers, synchronous and asynchronous.
-    found = worker_pool.run(sleeps_and_steps, 7.0, world_size=3)
+    found = [noted for noted, _ in worker_pool.run(sleeps_and_steps, 7.0, world_size=3)]
     assert found == [["step"] * 4, ["step"] * 4, [0.007, "step"] * 4]
-    assert worker_pool.run(sleeps_and_steps, 0.0) == [["step"] * 6] * 2
+    found = [noted for noted, _ in worker_pool.run(sleeps_and_steps, 0.0)]
+    assert found == [["step"] * 6] * 2
+
+
+def with_two_stale_rows() -> tuple[list[float], str]:
+    """Let two whole rows change in each step; return by how many rows, and the output.
+
+    The lesson's own losses are replaced by 1 on rank 0 and 3 on rank 1.
+    """
+    lesson, seen = load_chapter(CHAPTER)["asynchronous"], []
+    run_steps = lesson.run_steps
+
+    def rows_now(_: Any, numbers: torch.Tensor) -> torch.Tensor:
+        rows = torch.zeros(len(numbers), 2)
+        seen.append(len(numbers))
+        rows[:2] += (len(seen) + 1) % 2  # every second time
+        return rows
+
+    def own_losses(*arguments: Any) -> tuple[list[float], float]:
+        losses, share = run_steps(*arguments)
+        return [1.0 + 2 * dist.get_rank()] * len(losses), share
+
+    _, output = sleeps_and_steps(0.0, rows_now=rows_now, run_steps=own_losses)
+    half = len(seen) // 2  # of each table: three steps, and two looks in each
+    assert half == 6
+    return [6 / sum(seen[start : start + half : 2]) for start in (0, half)], output
+
+
+def test_stale_rows_are_counted_once_and_losses_are_the_mean(
+    worker_pool: WorkerPool,
+) -> None:
+    (first, printed), (second, nothing) = worker_pool.run(with_two_stale_rows)
+    shares = [(one + other) / 2 for one, other in zip(first, second, strict=True)]
+    numbers = [re.findall(r"[\d.]+", line) for line in printed.splitlines()]
+    assert numbers[1][1:] == ["2.000", "2.000"] and nothing == ""
+    assert numbers[2] == [f"{100 * share:.1f}" for share in shares]
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from launch import ROOT, Result, python
 from scripts import load_chapter
@@ -99,12 +100,15 @@ def test_one_trainer_ends_where_one_process_does_in_every_way() -> None:
 # The ways that need no more of RPC than calls, with a server in the same process.
 
 
-def train_with_server_here(name: str, forget: int | None) -> tuple[Any, ...]:
+def train_with_server_here(
+    name: str, forget: int | None, fault: str = ""
+) -> tuple[Any, ...]:
     """Train in two rounds; return the calls, the proof, and the same of one process.
 
     Args:
         name: of the way.
         forget: this update is not made, though it is counted; None for all.
+        fault: "update", one is not counted; "dense", rank 1's part is changed.
     """
     calls: list[str] = []
 
@@ -128,9 +132,14 @@ def train_with_server_here(name: str, forget: int | None) -> tuple[Any, ...]:
         way = {"one call": WAYS.ByOneCall, "ahead": WAYS.Ahead}[name](name)
         before = way.changes()
         calls.clear()
+        way.optimizer.register_step_post_hook(lambda *_: calls.append("dense step"))
         rates = [STEPS.rate_of_a_round(way, one) for one in rounds]
         made = list(calls)
         forget = None  # or the proof's own calls would be spoilt
+        if fault == "dense":
+            with torch.no_grad():
+                [*way.dense.parameters()][-1].add_(dist.get_rank())
+        before += fault == "update"
         return made, min(rates), tuple(STEPS.prove(name, way, rounds, before))
 
 
@@ -140,7 +149,17 @@ def test_a_step_is_one_call(worker_pool: WorkerPool, name: str, more: int) -> No
         train_with_server_here, name, None, world_size=1
     )
     # A round of six steps has one lookup before them; ahead has an update behind them.
-    assert calls == ["call_alone"] * 2 * (6 + more)
+    # The call of a step leaves before the dense part has stepped: it need not wait.
+    steps = ["call_alone", "dense step"] * 6
+    assert (
+        calls
+        == (
+            [*["call_alone"] * (more == 1), *steps]
+            if more == 1
+            else ["call_alone", *steps, "call_alone"]
+        )
+        * 2
+    )
     different, missing, lost, moved, apart = found
     assert (different, missing, lost) == (0, 0, 0)
     assert moved > 1000 and rate > 0 and apart <= STEPS.ALONE_LIMIT
@@ -155,6 +174,20 @@ def test_the_proof_finds_a_single_update_that_was_not_made(
     different, missing, lost, _, apart = found
     assert (different, missing) == (0, 0)  # the call was made, and has been counted
     assert lost > 100 and apart > STEPS.ALONE_LIMIT
+
+
+def test_the_proof_counts_calls_and_compares_dense_parts(
+    worker_pool: WorkerPool,
+) -> None:
+    run = worker_pool.run
+    ((_, _, found),) = run(
+        train_with_server_here, "ahead", None, "update", world_size=1
+    )
+    assert found[:3] == (0, 1, 0)
+    ends = run(train_with_server_here, "one call", None, "dense")
+    assert [found[0] for _, _, found in ends] == [1, 1]
+    ends = run(train_with_server_here, "one call", None, "")
+    assert [found[0] for _, _, found in ends] == [0, 0]
 
 
 def checks_of(**found: float) -> list[bool]:

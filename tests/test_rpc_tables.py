@@ -22,7 +22,9 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
 from torch.distributed import rpc
+from torch.distributed.optim import DistributedOptimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -236,6 +238,21 @@ def value_of_another() -> str:
     return str(error.value)
 
 
+def stepped_by_old_gradients() -> list[list[float]]:
+    """Step by two weights, then by the second alone, with each optimizer."""
+    ends = []
+    for kind in (torch.optim.SGD, ROOM["classifier"].EagerSGD):
+        weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+        optimizer = DistributedOptimizer(kind, [*map(rpc.RRef, weights)], lr=1.0)
+        for used in (weights, weights[1:]):
+            with dist_autograd.context() as context:
+                dist_autograd.backward(context, [torch.cat(used).sum()])
+                assert all(w.grad is None for w in weights) or used is not weights
+                optimizer.step(context)
+        ends.append([weight.item() for weight in weights])
+    return ends
+
+
 def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
     """Do all that needs RPC: the second time in a process, its RRefs do not work."""
     with open_rpc(folder) as name:
@@ -251,6 +268,7 @@ def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
             "asked": ask_two_that_wait_for_each_other(folder),
             "asked late": ask_when_the_first_has_answered(),
             "overwritten": read_while_it_is_sent(),
+            "stepped": stepped_by_old_gradients(),
             "ways": use_every_way(batches),
             "table": train_with_servers(),
         }
@@ -329,6 +347,12 @@ def test_rpc_async_reads_a_tensor_after_it_has_returned(
     session: dict[str, Any],
 ) -> None:
     assert session["overwritten"] > 0
+
+
+def test_only_an_eager_optimizer_steps_by_an_old_gradient(
+    session: dict[str, Any],
+) -> None:
+    assert session["stepped"] == [[-1.0, -2.0], [-2.0, -2.0]]
 
 
 def test_servers_and_shards_end_with_the_table_of_one_process(

@@ -1,0 +1,255 @@
+"""Chapter 04: what its scripts count and judge, with no process but the test's own."""
+
+import contextlib
+import pickle
+import threading
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scripts import load_chapter
+from worker_pool import RankError, WorkerPool
+
+CHAPTER = "04_rpc_parameter_server"
+MODULES = load_chapter(CHAPTER)
+SERVED, TRAIN, ROLES = (MODULES[n] for n in ("served_table", "train", "roles"))
+CLASSIFIER = MODULES["classifier"]
+ROOM = load_chapter(f"{CHAPTER}/lookup_cost")
+
+
+def autograd_here(gradients: Callable[[], Any] = dict) -> SimpleNamespace:
+    """Stand in for distributed autograd where all is in one process."""
+    return SimpleNamespace(
+        context=contextlib.nullcontext,
+        backward=lambda _, losses: losses[0].backward(),
+        get_gradients=lambda _: gradients(),
+    )
+
+
+# --- The checks at the end of train.py. ----------
+
+
+class ThreeBags:
+    """Three samples of a word each: rows 1, 2 and 3."""
+
+    bags = (torch.tensor([1]), torch.tensor([2]), torch.tensor([3]))
+
+    def __len__(self) -> int:
+        """Count them."""
+        return 3
+
+    def batch(self, _: torch.Tensor) -> None:
+        """Return what is not looked at."""
+
+
+def checked(fault: str) -> list[str]:
+    """Let two trainers check a dense part of two parameters, with one fault."""
+    dense, rank = nn.Linear(2, 2), dist.get_rank()
+    nn.init.ones_(dense.weight)
+    nn.init.constant_(dense.bias, float(fault == "last parameter" and rank))
+    moved = torch.tensor([1, 4] if fault == "row" else [1, 2])
+    error = {"gradient": 1.0, "no number": torch.nan}.get(fault, 0.0) * rank
+    fakes = {
+        "rpc": SimpleNamespace(rpc_sync=lambda *_: moved),
+        "load_samples": lambda _: (ThreeBags(), ThreeBags()),
+        "table_gradient_error": lambda *_: error,
+    }
+    with mock.patch.multiple(SERVED, **fakes):
+        return SERVED.check_trainers(SimpleNamespace(dense=dense), Namespace(rows=9), 1)
+
+
+def test_trainers_check_what_all_of_them_hold(worker_pool: WorkerPool) -> None:
+    lines = worker_pool.run(checked, "")
+    assert len(lines) == 2 and lines[0] == lines[1]
+    assert lines[0][0] == "the dense weights of 2 trainer(s) are equal"
+    assert lines[0][2] == "2 of 9 rows have moved; all of these had been looked up"
+    for fault, said in (
+        ("last parameter", "2 trainer\\(s\\) are NOT equal"),
+        ("row", "1 of these had not been looked up"),
+        ("gradient", "gradient is within 1e\\+00 of"),
+        ("no number", "gradient is within nan of"),
+    ):
+        with pytest.raises(RankError, match=said):
+            worker_pool.run(checked, fault)
+
+
+@pytest.mark.parametrize("fault", ["", "gradient", "row"])
+def test_the_gradient_that_arrives_is_compared_with_local_autograds(fault: str) -> None:
+    torch.manual_seed(0)
+    table, dense = nn.EmbeddingBag(9, 32, mode="sum", sparse=True), nn.Linear(32, 6)
+    model = CLASSIFIER.HybridModel(table, dense)
+    batch = torch.tensor([1, 2, 2, 7]), torch.tensor([0, 2]), torch.tensor([0, 5])
+
+    def answer(_: str, function: Any, args: tuple) -> Any:
+        if function is SERVED.some_rows:
+            return table.weight.detach()[args[0]]
+        assert function is SERVED.table_gradient
+        gradient = torch.as_tensor(table.weight.grad).coalesce()
+        numbers, rows = gradient.indices()[0], gradient.values()
+        if fault == "row":
+            return numbers[1:], rows[1:]
+        return numbers, rows * (1 + 0.01 * (fault == "gradient"))
+
+    with (
+        mock.patch.object(SERVED, "rpc", SimpleNamespace(rpc_sync=answer)),
+        mock.patch.object(SERVED, "dist_autograd", autograd_here()),
+    ):
+        error = SERVED.table_gradient_error(model, batch)
+    due = {"": 0.0, "gradient": 0.01, "row": float("inf")}[fault]
+    assert error == pytest.approx(due, abs=1e-6)
+
+
+@pytest.mark.parametrize("fault", ["", "table", "dense"])
+def test_one_trainer_is_compared_with_all_of_one_process(fault: str) -> None:
+    options = Namespace(rows=3001, seed=0, batch_size=4, lr=0.1)
+    samples = CLASSIFIER.load_samples(3001)[0]
+    table = CLASSIFIER.Table(3001, 32, 0)
+    model = CLASSIFIER.HybridModel(table, CLASSIFIER.dense_part(0))
+    batches = samples.batches(4)
+    steps = ([next(batches)] for _ in range(2))
+    CLASSIFIER.train_in_one_process(model, steps, 0.1, 0.1)
+    with torch.no_grad():
+        table.weight[-1, -1] += fault == "table"
+        [*model.dense.parameters()][-1][-1] += fault == "dense"
+    here = SimpleNamespace(table=table, file=None)
+    dense = [p.detach() for p in model.dense.parameters()]
+    with mock.patch.object(SERVED, "HERE", here):
+        error = SERVED.error_of_one_trainer(options, 2, dense)
+    assert (error > 0.1) == bool(fault) and (fault or error < 1e-6)
+
+
+def test_trainers_may_take_any_time() -> None:
+    limits: list[Any] = []
+
+    def noted(*_: Any, timeout: Any = None) -> torch.futures.Future:
+        limits.append(timeout)
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(["all is well"])
+        return future
+
+    fake = SimpleNamespace(rpc_async=noted, rpc_sync=lambda *_: None)
+    options = Namespace(rows=9, trainers=2, seed=0)
+    with (
+        mock.patch.object(TRAIN, "rpc", fake),
+        mock.patch.object(TRAIN, "RemoteModule"),
+        mock.patch.object(ROLES, "rpc", fake),
+    ):
+        TRAIN.be_master(("127.0.0.1", 1), options)
+        ROLES.on_all_trainers(3, print)
+    assert limits == [0] * 5
+
+
+# --- The table's file. ----------
+
+
+class Intruder:
+    """An object that runs code when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        """Keep the file that the code would make."""
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have the file made."""
+        return Path.touch, (self.path,)
+
+
+def test_nothing_in_a_tables_file_runs(tmp_path: Path) -> None:
+    path, made = tmp_path / "table.pt", tmp_path / "made"
+    torch.save({"table": torch.ones(2, 2), "more": Intruder(made)}, path)
+    with pytest.raises(ValueError, match="is damaged or is no table"):
+        MODULES["table_file"].load_table(path)
+    assert not made.exists()
+    pickle.loads(pickle.dumps(Intruder(made)))
+    assert made.exists()  # elsewhere it would have
+
+
+# --- Times and rates. ----------
+
+
+def test_a_slow_server_waits_before_each_answer() -> None:
+    server, slept = ROOM["row_server"], []
+    server.make("slow", 8, 4, 1.0, 0.005)
+    with mock.patch.object(server.time, "sleep", slept.append):
+        rows = server.call("slow", "some_rows", torch.tensor([3]))
+    assert slept == [0.005] and rows.shape == (1, 4)
+
+
+def test_calls_of_one_table_take_turns() -> None:
+    ways, server = ROOM["ways_to_step"], ROOM["row_server"]
+    server.make("turns", 8, 4, 1.0, 0.0)
+    arguments = ("turns", "some_rows", torch.tensor([3]))
+    thread = threading.Thread(target=ways.call_alone, args=arguments, daemon=True)
+    with server.RowServer.one_at_a_time:
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_autograd_waits_in_its_lookup_its_backward_pass_and_its_step() -> None:
+    lookups, weight = ROOM["lookups"], nn.Parameter(torch.ones(9, 32))
+    dense = nn.Linear(32, 6)
+    parameters = [*dense.parameters()]
+    line = SimpleNamespace(
+        module=lambda indices, _: weight[indices],
+        dense=dense,
+        optimizer=torch.optim.SGD(parameters, 0.1),
+        rows_optimizer=mock.Mock(),
+        waited=0.0,
+        bytes=0,
+    )
+    # Lookup, own backward, the server's backward, dense step, the server's step.
+    clock = mock.Mock(side_effect=[0.0, 1.0, 11.0, 31.0, 131.0, 431.0])
+    gradients = autograd_here(lambda: {p: p.grad for p in parameters})
+    batch = torch.tensor([1, 2]), torch.tensor([0, 1]), torch.tensor([0, 5])
+    with (
+        mock.patch.object(lookups, "dist_autograd", gradients),
+        mock.patch.object(lookups, "time", SimpleNamespace(perf_counter=clock)),
+    ):
+        lookups.by_autograd(line, [batch])
+    assert line.waited == 1 + 20 + 300
+
+
+def rate_by_own_clock() -> float:
+    """Take five steps, of which four last 2 s by rank 0's clock and 4 s by rank 1's."""
+    module = ROOM["comparison"]
+    clock = [0.0, 10.0, 12.0 + 2 * dist.get_rank()]
+    times = SimpleNamespace(perf_counter=mock.Mock(side_effect=clock))
+    with mock.patch.object(module, "time", times):
+        return module.rate_of_a_round(SimpleNamespace(steps=iter), [0] * 5)
+
+
+def test_a_rate_is_that_of_the_slowest_trainer(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(rate_by_own_clock) == [1.0, 1.0]
+
+
+# --- What the tutorial's way is. ----------
+
+
+def test_the_first_ways_gradient_is_that_of_the_whole_table() -> None:
+    module = ROOM["comparison"]
+    with (
+        mock.patch.object(module, "rpc"),
+        mock.patch.object(
+            module,
+            "RemoteModule",
+            lambda _, kind, args, kwargs=None: kind(*args, **(kwargs or {})),
+        ),
+    ):
+        often, ours = module.make_tables()
+    batch = torch.tensor([1, 2]), torch.tensor([0, 1])
+    for table in (often, ours):
+        table(*batch).sum().backward()
+    assert type(often) is nn.EmbeddingBag
+    assert not often.weight.grad.is_sparse and ours.weight.grad.is_sparse
+    assert torch.equal(often.weight, ours.weight)
