@@ -134,7 +134,7 @@ CITED: list[tuple[str, str, object, Callable[[], object]]] = [
     ),
     (
         "04_rpc_parameter_server/README.md",
-        "an error after `timeout` seconds, by default 60",
+        "After `timeout` seconds, by default 60, `wait()` raises an error",
         60.0,
         lambda: TensorPipeRpcBackendOptions().rpc_timeout,
     ),

@@ -202,6 +202,7 @@ def test_capacity_is_rounded_up() -> None:
     # A place is whole: 5 tokens for 2 experts are 2.5, so 3.
     # 1.1 x 100 / 2 are 55; in floats they are a little more.
     cases = ((5, 1, 1.0, 3), (4, 1, 1.0, 2), (5, 1, 1.25, 4), (100, 1, 1.1, 55))
+    assert len(cases) == 4
     for tokens, k, factor, places in cases:
         layer = mixture.Mixture(D, 2, k, factor)
         nn.init.constant_(layer.router.weight, 0.0)

@@ -519,6 +519,24 @@ def rows_and_gradients() -> dict[str, Any]:
     }
 
 
+def gradient_after_zero_grad() -> tuple[bool, float]:
+    """Accumulate without reducing, throw that away, and accumulate once more."""
+    model: Any = nn.Linear(2, 2, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 2)).sum().backward()
+    has_none = model.weight.grad is None
+    torch.optim.SGD(model.parameters(), 0.1).zero_grad()
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 2)).sum().backward()
+    return has_none, model.weight.grad.full_tensor().max().item()
+
+
+def test_zero_grad_does_not_drop_what_was_not_reduced(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(gradient_after_zero_grad) == [(True, 2.0)] * 2
+
+
 def test_rows_are_sharded_and_no_sync_is_a_setter(worker_pool: WorkerPool) -> None:
     by_rank = worker_pool.run(rows_and_gradients)
     assert [found["kept"] for found in by_rank] == [101, 0]

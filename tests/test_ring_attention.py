@@ -514,7 +514,8 @@ def flawed(q: Tensor, k: Tensor, v: Tensor, flaw: str) -> Tensor:
                     pair = torch.stack([k[:, i], v[:, i]])
                 dist.broadcast(pair, source)
                 found.append(pair)
-        return F.scaled_dot_product_attention(q, *torch.stack(found, 2))
+        k, v = torch.stack(found, 2)
+        return F.scaled_dot_product_attention(q, k, v)
     if flaw in ("mean", "sum", "by number"):
         numbers = torch.tensor(float(k.shape[1]), dtype=q.dtype)
         dist.all_reduce(numbers)

@@ -34,7 +34,7 @@ def place_shards(rows: int, n: int) -> list[RemoteModule]:
         grown = (rpc.rpc_sync(f"server{shard}", resident_bytes) - before) / 2**20
         line = f"{n} server(s): server{shard} holds {shape[0]:,} rows, "
         print(
-            f"{line}{shape.numel() * 4:,} bytes; its process grew by {grown:.0f} MiB",
+            f"{line}{shape.numel() * 4:,} bytes; its process: +{grown:.0f} MiB",
             flush=True,
         )
     return shards
