@@ -57,8 +57,8 @@ class ShardedTable(nn.Module):
         numbers = torch.cat([numbers for numbers, _ in shards])
         dist.all_to_all_single(wanted, numbers, to_receive, to_send)
         # 3. Each owner sums up its rows of everybody's bags and sends these sums back.
-        # If two ranks have two bags each, lengths [[2, 0], [1, 3]] mean 2 and 0 rows
-        # for rank 0's, 1 and 3 for rank 1's: from [2, 2, 3, 6] - [2, 0, 1, 3] on.
+        # With two bags each, lengths [[2, 0], [1, 3]] are 2 and 0 rows for rank 0's, 1
+        # and 3 for rank 1's; they begin at [2, 2, 3, 6] - [2, 0, 1, 3] of `wanted`.
         flat = lengths.flatten()
         sums = self.own(wanted, flat.cumsum(0) - flat)
         # Part s holds owner s's sums for my bags: add the parts.

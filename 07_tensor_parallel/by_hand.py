@@ -60,7 +60,7 @@ def main() -> None:
         right = alone.get_parameter(name)
         pairs += [(shard_like(right, p), p.detach())]
         pairs += [(shard_like(right.grad, p), p.grad)]  # type: ignore
-    apart = torch.stack([torch.dist(*pair) for pair in pairs]).max()  # or NaN
+    apart = torch.tensor([torch.dist(*pair).item() for pair in pairs]).max()  # or NaN
     counts = [sum(p.numel() for p in m.parameters()) for m in (alone, ours)]
     say(f"parameters | {counts[0]:,} in one process, here {gather(counts[1])}")
     with Collectives() as calls:

@@ -95,7 +95,7 @@ def main() -> None:
     for name, p in part.named_parameters():
         right = alone.get_parameter(name)
         pairs += [(gathered(p), right), (gathered(p.grad), right.grad)]
-    apart = torch.stack([torch.dist(*pair) for pair in pairs]).max()  # or NaN
+    apart = torch.tensor([torch.dist(*pair).item() for pair in pairs]).max()  # or NaN
 
     calls = noted[-1].calls
     lines = gather(gpt_on_mesh.lines_of(part, calls))

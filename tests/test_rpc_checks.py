@@ -172,6 +172,51 @@ def test_nothing_in_a_tables_file_runs(tmp_path: Path) -> None:
     assert made.exists()  # elsewhere it would have
 
 
+# --- Heartbeats. ----------
+
+
+def named_dead(pause: float, heard_until: float) -> float | None:
+    """Let a process beat for 60 s; return when it says that a trainer has died.
+
+    The trainer beats until `heard_until`. At 20 s all stands still, for `pause` s.
+    """
+    beats, clock, before = load_chapter(CHAPTER)["heartbeats"], [0.0], [0.0]
+
+    class Dead(Exception):
+        """What ends the process."""
+
+    def wait(seconds: float) -> bool:
+        clock[0] += seconds
+        if clock[0] == 20:
+            clock[0] += pause
+        return clock[0] > 60 + pause
+
+    def beat(_: list[str]) -> list[bytes]:  # the one before: the trainer is later
+        value, before[0] = min(before[0], heard_until), clock[0]
+        return [str(value).encode()]
+
+    names = ["master", "trainer0"]
+    store = SimpleNamespace(set=lambda *_: None, multi_get=beat)
+    heart = beats.Heartbeat("master", names, store, "the launcher")
+    heart.over = SimpleNamespace(wait=wait)
+    with (
+        mock.patch.object(beats.time, "monotonic", lambda: clock[0]),
+        mock.patch.object(heart, "end", side_effect=Dead),
+    ):
+        try:
+            heart.run()
+        except Dead:
+            return clock[0]
+    return None
+
+
+def test_a_pause_of_all_processes_is_nobodys_death() -> None:
+    assert named_dead(pause=0, heard_until=1e9) is None
+    assert named_dead(pause=3600, heard_until=1e9) is None  # a laptop that was closed
+    assert named_dead(pause=3600, heard_until=19.5) == pytest.approx(3629.5, abs=1.5)
+    assert named_dead(pause=0, heard_until=30) == pytest.approx(41, abs=1)
+
+
 # --- Times and rates. ----------
 
 

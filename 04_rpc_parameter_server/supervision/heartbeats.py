@@ -89,8 +89,8 @@ class Heartbeat(threading.Thread):
 
     def run(self) -> None:
         """Write this process's count, read the others', see whose stands still."""
-        heard = {other: (b"", time.monotonic()) for other in self.others}
-        count = 0
+        heard = {other: (b"", 0.0) for other in self.others}  # and seconds of silence
+        count, now = 0, time.monotonic()
         while not self.over.wait(BEAT):
             count += 1
             try:
@@ -98,12 +98,14 @@ class Heartbeat(threading.Thread):
                 beats = self.store.multi_get([f"beat {name}" for name in self.others])
             except RuntimeError:
                 self.end(self.host)
+            # While this process, or the store, stood still, perhaps with the whole
+            # machine, nobody could be heard: that is no silence of the others.
+            before, now = now, time.monotonic()
+            passed = min(now - before, 2 * BEAT)
             for other, beat in zip(self.others, beats, strict=True):
-                if beat != heard[other][0]:
-                    heard[other] = (beat, time.monotonic())
-                elif (
-                    beat != b"done" and time.monotonic() - heard[other][1] > DEAD_AFTER
-                ):
+                known, silence = heard[other]
+                heard[other] = beat, silence + passed if beat == known else 0.0
+                if beat != b"done" and heard[other][1] > DEAD_AFTER:
                     self.end(other)
 
     def end(self, missing: str) -> NoReturn:

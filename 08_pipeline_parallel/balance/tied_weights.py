@@ -86,7 +86,7 @@ def main() -> None:
         optimizer.zero_grad()
     expected = model[dist.get_rank()].parameters()
     pairs = zip(part.parameters(), expected, strict=True)
-    error = torch.stack([torch.dist(*pair) for pair in pairs]).max()  # or NaN
+    error = torch.tensor([torch.dist(*pair).item() for pair in pairs]).max()  # or NaN
     right = apart == 0 and error < 1e-12
     check(right, f"with the sum, equal to the bit, and {STEPS} steps are one process's")
     leave()
