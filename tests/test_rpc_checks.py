@@ -180,7 +180,8 @@ def named_dead(pause: float, heard_until: float) -> float | None:
 
     The trainer beats until `heard_until`. At 20 s all stands still, for `pause` s.
     """
-    beats, clock, before = load_chapter(CHAPTER)["heartbeats"], [0.0], [0.0]
+    beats, clock = load_chapter(CHAPTER)["heartbeats"], [0.0]
+    seen = {"when": 0.0, "beat": 0.0}
 
     class Dead(Exception):
         """What ends the process."""
@@ -191,9 +192,11 @@ def named_dead(pause: float, heard_until: float) -> float | None:
             clock[0] += pause
         return clock[0] > 60 + pause
 
-    def beat(_: list[str]) -> list[bytes]:  # the one before: the trainer is later
-        value, before[0] = min(before[0], heard_until), clock[0]
-        return [str(value).encode()]
+    def beat(_: list[str]) -> list[bytes]:
+        if clock[0] - seen["when"] < 1:  # after a pause it has not beaten yet either
+            seen["beat"] = min(clock[0], heard_until)
+        seen["when"] = clock[0]
+        return [str(seen["beat"]).encode()]
 
     names = ["master", "trainer0"]
     store = SimpleNamespace(set=lambda *_: None, multi_get=beat)
