@@ -391,6 +391,9 @@ def rule_of_uneven_rows() -> list[bool]:
     lesson = load_chapter(DTENSOR)["meta_init"]
     mesh = init_device_mesh("cpu", (2,))
     rows = torch.tensor([[1.0], [2.0], [1.0]]), torch.tensor([[1.0], [2.0], [3.0]])
+    for whole, dim in ((torch.ones(1, 4), 0), (torch.ones(4, 4), 1)):
+        with pytest.raises(ValueError):  # rows on one rank only; no rows are cut
+            lesson.shards_differ(distribute_tensor(whole, mesh, [Shard(dim)]))
     return [lesson.shards_differ(distribute_tensor(x, mesh, [Shard(0)])) for x in rows]
 
 

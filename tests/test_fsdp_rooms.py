@@ -20,6 +20,7 @@ import torch.distributed as dist
 from markdown_it import MarkdownIt
 from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -517,6 +518,33 @@ def rows_and_gradients() -> dict[str, Any]:
         "gradient": gradient[0, 0].item(),
         "ignored": ignores[0].weight.grad.abs().sum().item(),
     }
+
+
+def late_calls() -> list[str]:
+    """Save an optimizer that was built first; shard the root first: what is said."""
+    mesh, said = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    first, second = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    early = torch.optim.AdamW(first.parameters())
+    fully_shard(first, mesh=mesh)
+    fully_shard(second, mesh=mesh)
+    for call in (
+        lambda: get_state_dict(first, early),
+        lambda: fully_shard(second[0], mesh=mesh),
+    ):
+        with pytest.raises((KeyError, TypeError)) as refused:
+            call()
+        said.append(repr(refused.value))
+    return said
+
+
+def test_an_early_optimizer_is_not_saved_and_a_root_comes_last(
+    worker_pool: WorkerPool,
+) -> None:
+    invariant = "Invariant encountered: value was None when it should not be"
+    assert (
+        worker_pool.run(late_calls)
+        == [["KeyError(0)", f"TypeError('{invariant}')"]] * 2
+    )
 
 
 def gradient_after_zero_grad() -> tuple[bool, float]:

@@ -570,6 +570,14 @@ def test_committed_numbers_are_those_of_the_picture(
                 assert 0 < around < COST.MOST_AROUND
                 counts += 1
     assert counts == 4 * 6 + 4 * 5
+    # What the page says: a second call's time, and what prefetching gains.
+    costs = [run["sizes"][1]["ways"] for run in (near, far)]
+    ms = [one[way]["ms"] for one in costs for way in ("one call", "sums")]
+    assert ms == pytest.approx([1.1, 1.5, 6.8, 11.9], abs=0.06)
+    ways = [one["ways"] for one in near["sizes"]]
+    gains = [1 - one["ahead"]["ms"] / one["one call"]["ms"] for one in ways]
+    assert 0.075 < min(gains) < max(gains) < 0.135
+    assert costs[1]["ahead"]["ms"] > costs[1]["one call"]["ms"]
     _, impossible = draw.draw_costs(near, far)
     near["sizes"][1]["ways"]["rows"]["wire_bytes"] = 5
     assert (impossible, draw.draw_costs(near, far)[1]) == (0, 1)

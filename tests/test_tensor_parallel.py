@@ -918,6 +918,9 @@ def test_tokens_must_divide_by_the_ranks_in_sequence_parallelism(
     assert len(set(worker_pool.run(read_tokens, 6))) == 1
     with pytest.raises(RankFailure, match=r"SIGABRT|gloo"):
         worker_pool.run(read_tokens, 7)
+    # One token leaves the last rank none, which it says itself.
+    with pytest.raises(RankError, match="integer modulo by zero"):
+        worker_pool.run(read_tokens, 1)
 
 
 def fused_sgd() -> str:
