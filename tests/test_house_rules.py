@@ -67,6 +67,16 @@ FORBIDDEN_PORT = 29500  # allowed port: the rule itself has to name it
 ALLOWED_PORT = "# allowed port: "
 # Its functions have the process group that exists at its import as a default argument.
 HOLDER = "torch.distributed.nn"
+# What exchanges tensors, so that nobody has done so before all have joined; modules and
+# functions that do it themselves; and scripts in which a rank leaves too early anyhow.
+EXCHANGES = re.compile(
+    r"dist\.(all_|barrier|broadcast|gather|reduce|scatter|i?send|i?recv)"
+)
+WRAPPERS = {"DistributedDataParallel", "fully_shard", "gather", "check", "initialize"}
+LEAVES_ANYHOW = {
+    # Its point is a rank that waits in vain; the others sleep until then.
+    "09_one_mesh/mistakes/rank_zero_alone.py",
+}
 DOCSTRING_PARTS = ("Run:", "Expect:")
 # The order of reading stands on the page, and so does what a script needs.
 FORMER_DOCSTRING_PARTS = ("Needs:", "Before:", "Next:")
@@ -624,6 +634,31 @@ def groups_can_end(tree: Tree) -> list[str]:
     return violations
 
 
+def nobody_leaves_before_all_have_joined(tree: Tree) -> list[str]:
+    """Who makes and destroys a group calls something that waits for other ranks.
+
+    It is enough if one function that exchanges tensors is called without a group, for
+    then all take part: see `test_only_a_barrier_says_that_all_ranks_have_joined`.
+    """
+    violations = []
+    for name, module in lesson_files(tree).items():
+        calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
+        called = {ast.unparse(call.func).rpartition(".")[2] for call in calls}
+        waits = WRAPPERS & called or any(
+            "group" not in {keyword.arg for keyword in call.keywords}
+            for call in calls
+            if ast.unparse(call.func).startswith("dist.")
+            and EXCHANGES.match(ast.unparse(call.func))
+        )
+        if (
+            {"init_process_group", "destroy_process_group"} <= called
+            and not waits
+            and name not in LEAVES_ANYHOW
+        ):
+            violations.append(f"{name}: a rank may leave while others still connect")
+    return violations
+
+
 def modules_are_named_for_what_they_hold(tree: Tree) -> list[str]:
     """No module's name contains one of VAGUE_WORDS."""
     return [
@@ -1058,6 +1093,7 @@ def loop(body: str) -> Tree:
     return {"tests/test_x.py": f"def test_x(xs, ys):\n{lines}"}
 
 
+LEAVES = "dist.init_process_group()\ndist.destroy_process_group()\n"
 TRAINS = "dist.init_process_group()\noptimizer = torch.optim.SGD()\n"
 LOOP = "for x in xs:\n    assert x"
 BROKEN: list[tuple[Rule, Tree, str]] = [
@@ -1233,6 +1269,17 @@ BROKEN: list[tuple[Rule, Tree, str]] = [
         "b.py: does not import",
     ),
     (groups_can_end, {RANKS: "dist.init_process_group()\n"}, "ranks.py: does not"),
+    (nobody_leaves_before_all_have_joined, {"01_a/b.py": LEAVES}, "b.py: a rank may"),
+    (
+        nobody_leaves_before_all_have_joined,
+        {"01_a/b.py": f"{LEAVES}dist.all_reduce(x, group=some)\n"},
+        "b.py: a rank may leave",
+    ),
+    (
+        nobody_leaves_before_all_have_joined,
+        {"01_a/b.py": f"{LEAVES}dist.get_world_size()\n"},
+        "b.py: a rank may leave",
+    ),
     (modules_are_named_for_what_they_hold, {"01_a/data_utils.py": ""}, "data_utils"),
     (modules_are_named_for_what_they_hold, {"tests/helpers.py": ""}, "helpers"),
     (loops_assert_how_much_they_saw, loop(LOOP), "test_x does not assert how much"),
@@ -1448,6 +1495,18 @@ KEPT: list[tuple[Rule, Tree]] = [
     (groups_can_end, {"01_a/b.py": f"from ranks import join\n{TRAINS}"}),
     (groups_can_end, {"01_a/b.py": "dist.init_process_group()\n"}),
     (groups_can_end, {RANKS: f"import {HOLDER}\ndist.init_process_group()\n"}),
+    (
+        nobody_leaves_before_all_have_joined,
+        {"01_a/b.py": f"{LEAVES}dist.all_reduce(x)\ndist.send(x, 1, group=some)\n"},
+    ),
+    (
+        nobody_leaves_before_all_have_joined,
+        {"01_a/b.py": f"{LEAVES}model = fully_shard(model)\n"},
+    ),
+    (
+        nobody_leaves_before_all_have_joined,
+        {"01_a/b.py": "dist.init_process_group()\n"},
+    ),
     (modules_are_named_for_what_they_hold, {"01_a/communication.py": ""}),
     (loops_assert_how_much_they_saw, loop(LOOP + "\nassert len(xs) == len(ys)")),
     (loops_assert_how_much_they_saw, loop("assert list(xs) == [1, 2]\n" + LOOP)),

@@ -416,6 +416,47 @@ for _ in range(4):
 os._exit(0)
 """
 
+LEFT_EARLY = """
+import os, signal, sys, time
+import torch.distributed as dist
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+def be_rank(rank, waits):
+    os.dup2(1, 2)
+    own = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    own = dist.PrefixStore(str(tries), own)
+    try:
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=2)
+        if waits:
+            dist.barrier()
+        print(f"rank {rank} leaves", flush=True)
+        dist.destroy_process_group()
+    except RuntimeError as error:
+        print(f"RuntimeError: {error}", flush=True)
+    os._exit(0)
+
+def start(rank, waits):
+    return os.fork() or be_rank(rank, waits)
+
+waits = sys.argv[1] == "barrier"
+for tries in range(int(sys.argv[2])):
+    known = store.num_keys()
+    late = start(0, waits)
+    while store.num_keys() == known:  # then it waits for the other's address
+        time.sleep(0.01)
+    time.sleep(0.05)
+    os.kill(late, signal.SIGSTOP)
+    early = start(1, waits)
+    limit = time.monotonic() + 0.3
+    while not (ended := os.waitpid(early, os.WNOHANG)[0]) and time.monotonic() < limit:
+        time.sleep(0.01)
+    os.kill(late, signal.SIGCONT)
+    for process in (late, *([] if ended else [early])):
+        os.waitpid(process, 0)
+os._exit(0)
+"""
+
 PEER_GONE = """
 import multiprocessing, os, sys, time
 import torch.distributed.rpc as rpc
@@ -576,6 +617,13 @@ def dead_address() -> str:
     return output
 
 
+def left_early() -> str:
+    """Leave a group while another rank still connects."""
+    # Of two ranks of gloo one calls and the other one waits to be called. That depends
+    # on their addresses. Who calls is done before the other has noticed.
+    return python("-c", LEFT_EARLY, "no barrier", 10).output
+
+
 def peer_gone() -> str:
     """Call a process that ends instead of answering."""
     with scratch_file() as path:
@@ -597,7 +645,9 @@ IN_A_WORKER = [
     *(not_joined, local_function, wrapper_and_model, all_frozen, mesh_too_large),
     *(own_divisor, two_dtypes, no_strategy, few_samples, fixed_heads, more_ranks),
 ]
-IN_A_PROCESS = [dead_address, peer_gone, store_gone, thread_left, unknown_name]
+IN_A_PROCESS = [
+    *(dead_address, left_early, peer_gone, store_gone, thread_left, unknown_name)
+]
 # These import DeepSpeed, which takes long.
 SLOWLY = {f.__name__: f for f in (under_deepspeed, killed_under_deepspeed)}
 PROVOKED = {f.__name__: f for f in (*IN_A_WORKER, *IN_A_PROCESS)} | SLOWLY
@@ -635,6 +685,19 @@ def test_quotation_is_what_its_source_says(
         else:
             provoked = provoke()
     assert fault(quotation, repository(), provoked) == "", provoked
+
+
+def test_only_a_barrier_says_that_all_ranks_have_joined() -> None:
+    joined = [
+        python("-c", LEFT_EARLY, waits, tries, env=clean_environment(**settings)).output
+        for waits, tries, settings in [
+            ("no barrier", 10, {}),
+            ("barrier", 5, {}),
+            ("no barrier", 5, {"TORCH_DIST_INIT_BARRIER": "1"}),
+        ]
+    ]
+    assert 10 < joined[0].count("leaves") < 20
+    assert [output.count("leaves") for output in joined[1:]] == [10, 10]
 
 
 def test_everything_provoked_is_quoted() -> None:

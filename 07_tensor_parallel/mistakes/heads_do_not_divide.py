@@ -33,6 +33,7 @@ def main() -> None:
     apart = torch.dist(attend(mine, heads), right).item()
     print(f"{HEADS} heads of {12 // HEADS}; here {heads} of {6 // heads}")
     print(f"{apart:.1f} away from one process's result")
+    dist.barrier()  # nobody leaves while another rank still connects
     dist.destroy_process_group()
 
 

@@ -13,6 +13,7 @@ def main() -> None:
     """Send each group's first rank's number to the rest of it."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    dist.barrier()  # nobody leaves while another rank still connects
     seed, tensor = torch.tensor(dist.get_rank()), mesh.get_group("tensor")
     # WRONG: src is a rank of the world, also with a group, and rank 0 is in one of the
     # two groups only. The number within the group is group_src.

@@ -25,6 +25,7 @@ def main() -> None:
     gradient /= dist.get_world_size(tensor)
     shard = torch.arange(4).split(2)[dist.get_rank(tensor)]
     print(f"mean {gradient.item():g}, shard {shard.tolist()}")
+    dist.barrier()  # nobody leaves while another rank still connects
     dist.destroy_process_group()
 
 
