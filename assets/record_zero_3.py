@@ -48,10 +48,10 @@ def listening(zero_3: Any, note: Callable[[str, Any], None]) -> Iterator[None]:
             note("free", part)
         real["free"](part)
 
-    def before_forward(model: Any, child: nn.Module, inputs: Any) -> Any:
-        inputs = real["before_forward"](model, child, inputs)
+    def before_forward(model: Any, child: nn.Module, *inputs: Any) -> Any:
+        called = real["before_forward"](model, child, *inputs)
         note("forward", child)
-        return inputs
+        return called
 
     def after_forward(model: Any, child: nn.Module, *rest: Any) -> None:
         note("forward ends", child)

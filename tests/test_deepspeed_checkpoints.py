@@ -173,6 +173,7 @@ OTHER_RANKS = (
         (2, "half", ""),
         pytest.param(1, "half", OTHER_RANKS, marks=pytest.mark.slow),
         pytest.param(1, "universal", "", marks=pytest.mark.slow),
+        pytest.param(3, "universal", "", marks=pytest.mark.slow),
     ],
 )
 def test_which_stage_resumes_from_which(
@@ -228,6 +229,8 @@ def test_shards_are_in_previous_between_the_two_renames(tmp_path: Path) -> None:
     ):
         publish(tmp_path, {})
     assert (tmp_path / "previous" / "shard").read_text() == "half"
+    problem = load_chapter(ROOM)["resume_elsewhere"].find_problem(tmp_path, 1)
+    assert problem == f"a save broke off: rename {tmp_path / 'previous'} to 'half'"
     assert (tmp_path / "unfinished" / "shard").read_text() == "unfinished"
     publish(tmp_path, {})
     assert (tmp_path / "half" / "shard").read_text() == "unfinished"

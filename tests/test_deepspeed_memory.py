@@ -1,6 +1,7 @@
 """Chapter 05, memory: what a rank keeps and its peak, counted and worked out."""
 
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -14,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from launch import ROOT, deepspeed, python, torchrun
 from lessons import in_the_pool, run_lesson
@@ -72,6 +74,29 @@ def count(*names: str) -> dict[str, Any]:
         found[name] = results
         found[f"{name}: right"] = counted.is_as_worked_out(results, exact)
     return found
+
+
+def count_offloaded(stage: int) -> int:
+    """Count all bytes at the last gradient, the optimizer state being on the host."""
+    device, sized, live = set_up(), module("sized_qwen"), module("live_tensors")
+    gc.collect()
+    before = live.live_storages([])
+    few = sized.buckets_for(sum(model_sizes()), WIDTH)
+    few |= {"offload_optimizer": {"device": "cpu"}}
+    model, plain = (
+        sized.new_model(WIDTH, LAYERS),
+        {"zero_force_ds_cpu_optimizer": False},
+    )
+    engine = sized.make_engine(model, stage, "bf16", few, **plain)
+    inputs, kept = sized.one_sample(dist.get_rank(), device), []
+    sized.step_once(engine, inputs)
+    engine.module.get_input_embeddings().weight.register_post_accumulate_grad_hook(
+        lambda _: kept.append(sum(live.bytes_by_kind(engine, before).values()))
+    )
+    sized.step_once(engine, inputs)
+    engine.destroy()
+    assert len(kept) == 1
+    return kept[0]
 
 
 def accumulate_in_stage_0() -> str:
@@ -741,6 +766,38 @@ def test_what_is_offloaded_is_on_the_host_with_two_buffers_for_gradients() -> No
         assert found["host"] / share == pytest.approx(host, rel=1e-3)
         assert found["optimizer"] == found["gradients"] == 0
         assert found["parameters"] / share == pytest.approx(2 - weights, rel=1e-3)
+
+
+def test_calculator_speaks_for_the_rank_that_needs_the_most() -> None:
+    fit, peak = module("will_it_fit"), module("peak")
+    # The shards are values 0 to 7, 8 to 15, 16 to 23, and those of each tensor that
+    # they have a part of: 8, 9 and 12 values (see above), so the last rank's gradients.
+    assert [module("added").fullest_rank([8, 9, 3], n) for n in (1, 3)] == [0, 2]
+    assert module("added").fullest_rank([10, 7, 3], 3) == 1
+    job = fit.job_of_shape("7B")
+    run = module("added").Run(job.sizes, 2, 0, 16, "bf16")
+    gradients = [
+        peak.paper_bytes(sum(job.sizes), 2, 16, "bf16")["gradients"]
+        + peak.bytes_added(run._replace(rank=rank))["gradients"]
+        for rank in range(16)
+    ]
+    found = fit.rank_bytes(job, 2, 16)["gradients"]
+    assert gradients[0] < max(gradients) == found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_offloaded_is_what_is_counted(pool: WorkerPool, stage: int) -> None:
+    config = module("sized_qwen").sized_config(WIDTH, LAYERS)
+    sizes, few = (
+        model_sizes(),
+        module("sized_qwen").buckets_for(sum(model_sizes()), WIDTH),
+    )
+    job = module("peak").Job(sizes, config, offload="optimizer", live=0)
+    job = job._replace(bucket=few["reduce_bucket_size"])
+    found = module("peak").rank_bytes(job, stage, RANKS)
+    kinds = ("parameters", "gradients", "buckets", "gathered", "host")
+    counted = pool.run(count_offloaded, stage, world_size=RANKS)
+    assert max(counted) == pytest.approx(sum(found[kind] for kind in kinds), rel=0.01)
 
 
 def test_qwen2_on_two_cards_of_32_gb_fits_from_stage_1_on() -> None:

@@ -512,6 +512,8 @@ def gradients_that_are_forgotten() -> list[Any]:
             kept = [p.grad for p in model.parameters()]
             kept += [shard.grad for shard in optimizer.shards.values()]
             found.append(all(g is None or not g.any() for g in kept))
+            left = [shard.grad is None for shard in optimizer.shards.values()]
+            found.append(left == [stage == 1 or set_to_none] * 4)
             backward(model, 1)
             finish()
             optimizer.step()
@@ -526,7 +528,7 @@ def gradients_that_are_forgotten() -> list[Any]:
 
 
 def test_zero_grad(worker_pool: WorkerPool) -> None:
-    assert worker_pool.run(gradients_that_are_forgotten) == [[True] * 8] * 2
+    assert worker_pool.run(gradients_that_are_forgotten) == [[True] * 12] * 2
 
 
 def gradients_alive_after_a_step() -> list[int]:
@@ -721,6 +723,7 @@ class Recorder:
         self.log: list[tuple[str, Any]] = []
         self.sizes: list[tuple[str, int]] = []  # kind, numbers in the larger tensor
         self.names: dict[int, Any] = {}  # by the tensor that is sent or received
+        self.freed: list[int] = []  # tensors of a call that were freed before its wait
         self.look: Callable[[], None] = lambda: None
 
     def note(self, kind: str, what: Any) -> None:
@@ -755,14 +758,78 @@ class Recorder:
             if work is None:
                 self.note(f"wait {kind}", name)
                 return None
+            in_use = [StorageWeakRef(t.untyped_storage()) for t in (first, *others)]
             handle = mock.Mock(spec=["wait"])
             handle.wait.side_effect = lambda: (
                 self.note(f"wait {kind}", name),
+                self.freed.append(sum(storage.expired() for storage in in_use)),
                 work.wait(),
             )
             return handle
 
         return call
+
+
+def what_stages_do_besides() -> dict[str, Any]:
+    """Clip, step at once after backward, and step with a frozen layer, in float64."""
+    found: dict[str, Any] = {}
+    alone = small()
+    generators = [
+        torch.Generator().manual_seed(r) for r in range(dist.get_world_size())
+    ]
+    inputs = [torch.randn(4, 7, generator=g).double() for g in generators]
+    sum(alone(x).square().mean() for x in inputs).div(len(inputs)).backward()  # type: ignore[union-attr]
+    found["norm"] = nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
+    for stage in STAGES:
+        model: Any = small()
+        if stage == 3:
+            model = script("zero_3").FullySharded(model)
+            finish = model.finish_gradient_sync
+        else:
+            optimizer, finish = drop_in(stage, model, lr=0.1)
+        backward(model, 0)
+        finish()
+        found[f"norm {stage}"] = nn.utils.clip_grad_norm_(
+            model.parameters(), 0.1
+        ).item()
+        if stage == 1:
+            clipped = [p.grad.norm() for p in model.parameters()]
+            found["clipped"] = torch.stack(clipped).norm().item()
+    weights = []
+    for finishes in (True, False):
+        model = small()
+        optimizer, finish = drop_in(2, model)
+        backward(model, 0)
+        if finishes:
+            finish()
+        optimizer.step()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    found["finished or not"] = torch.equal(*weights)
+    model, recorder = small(), Recorder()
+    model[0].requires_grad_(False)
+    optimizer, finish = drop_in(1, model)
+    backward(model, 0)
+    with recorder.listen():
+        finish()
+        optimizer.step()
+    found["sent"] = [kind for kind, _ in recorder.sizes]
+    return found
+
+
+def test_what_stages_do_besides(worker_pool: WorkerPool) -> None:
+    results = worker_pool.run(what_stages_do_besides)
+    assert len(results) == 2
+    for found in results:
+        # Stage 1 clips as one process does. In stage 2 the parameters have no gradient,
+        # in stage 3 this rank's shards have theirs.
+        assert found["norm 1"] == pytest.approx(found["norm"], rel=1e-12)
+        assert found["clipped"] == pytest.approx(0.1, rel=1e-5)
+        assert found["norm 2"] == 0
+        assert 0 < found["norm 3"] < 0.999 * found["norm"]
+        # A step waits for the gradient in flight itself.
+        assert found["finished or not"]
+        # Two tensors of four; nobody gathers what did not move.
+        assert found["sent"] == ["all_reduce"] * 2 + ["all_gather_single"] * 2
 
 
 def order_of_stage_2() -> dict[str, Any]:
@@ -794,6 +861,7 @@ def order_of_stage_2() -> dict[str, Any]:
         "shards": gradients,
         "after": [shard.grad is not None for shard in optimizer.shards.values()],
         "whole gradients": len(optimizer.in_flight),
+        "freed": recorder.freed,
     }
 
 
@@ -826,6 +894,7 @@ def test_stage_2_sends_gradients_while_backward_runs(worker_pool: WorkerPool) ->
         assert found["shards"] == [False, True, False, True, True]
         assert found["after"] == [True, True, False, True, True]
         assert found["whole gradients"] == 0
+        assert found["freed"] == [0] * 4
 
 
 def gpt(tied: bool, dtype: torch.dtype = torch.float32) -> Any:
@@ -1324,6 +1393,63 @@ def test_stage_3_computes_in_bf16_and_keeps_float32(
         assert len(found["apart"]) == 6
         assert max(found["apart"]) < (1e-7 if world_size == 2 else 1e-3)
         assert found["moved"] > 0.01
+
+
+class Shared(nn.Module):
+    """One matrix under two names, a keyword, a tuple, and a frozen table of numbers."""
+
+    def __init__(self) -> None:
+        """Draw the weights from the default generator."""
+        super().__init__()
+        self.one = self.other = nn.Parameter(torch.randn(3, 3))
+        self.last, self.lstm = nn.Linear(3, 3), nn.LSTM(3, 3)
+        self.table = nn.Parameter(torch.tensor([1000, 1001, 1003]), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give a float32 keyword to one child, and a tuple to the other."""
+        y = self.last(input=(x @ self.one @ self.other.T).float())
+        zeros = torch.zeros(1, *x.shape)
+        return self.lstm(y[None], (zeros, zeros))[0] * self.table
+
+
+def call_in_other_ways() -> dict[str, Any]:
+    """Call what FullySharded has to cast, and what it cannot shard."""
+    torch.manual_seed(0)
+    alone, x = Shared(), torch.randn(2, 3)
+    model = script("zero_3").FullySharded(copy.deepcopy(alone))
+    y = model(x)
+    y.sum().backward()
+    model.finish_gradient_sync()
+    alone(x).sum().backward()
+    flat = torch.as_tensor(alone.one.grad).flatten()
+    padded = torch.cat([flat, torch.zeros(-len(flat) % 2)])
+    found: dict[str, Any] = {
+        "output": torch.equal(y, alone(x)),
+        "gradient": torch.dist(
+            model.module.one.grad, padded.chunk(2)[dist.get_rank()]
+        ).item(),
+    }
+    model = script("zero_3").FullySharded(copy.deepcopy(alone), torch.bfloat16)
+    y = model(x)
+    found["low"] = y.dtype, ((y - alone(x)).norm() / alone(x).norm()).item()
+    found["table"] = model.full_parameters()["table"].tolist()
+    attention = script("zero_3").FullySharded(nn.MultiheadAttention(4, 1))
+    with pytest.raises(RuntimeError) as caught:
+        attention(*[torch.randn(2, 4)] * 3)
+    found["refused"] = str(caught.value)
+    return found
+
+
+def test_stage_3_casts_all_that_a_module_is_given(worker_pool: WorkerPool) -> None:
+    results = worker_pool.run(call_in_other_ways)
+    assert len(results) == 2
+    for found in results:
+        assert found["output"] and found["gradient"] < 1e-5
+        dtype, far = found["low"]
+        assert dtype == torch.bfloat16 and far < 0.05
+        assert found["table"] == [1000, 1001, 1003]
+        # Its weight belongs to a child, and is a shard there.
+        assert "must be a matrix, got 1-D tensor" in found["refused"]
 
 
 # --- Memory. ----------

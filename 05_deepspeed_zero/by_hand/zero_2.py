@@ -19,7 +19,8 @@ from zero_1 import ShardedOptimizer
 class ShardedGradients(ShardedOptimizer):
     """As stage 1, but backward leaves each rank with the mean gradient of its shards.
 
-    At most two gradients are in flight at a time; what has been sent is freed.
+    At most two gradients are in flight at a time; what has been sent is freed. Freeze
+    and unfreeze parameters before: their hooks are set here.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,7 +46,7 @@ class ShardedGradients(ShardedOptimizer):
         work = dist.reduce_scatter_single(
             mine, whole, op=dist.ReduceOp.AVG, async_op=True
         )
-        # `whole` must live until it has been sent. The one before is waited for now.
+        # `whole` is kept until it has been sent. The one before is waited for now.
         self.in_flight.append((work, self.shards[p], mine, whole))
         self.finish_gradient_sync(but_last=1)
 

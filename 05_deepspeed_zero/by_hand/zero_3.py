@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ranks import start_ranks
 from train_and_compare import main
@@ -28,7 +28,7 @@ class ShardedParameter:
         dist.broadcast(padded, src=0)
         shard = padded.chunk(n)[dist.get_rank()].clone()
         self.shard = nn.Parameter(shard, p.requires_grad)
-        self.flat = torch.empty_like(padded, dtype=compute_dtype)
+        self.flat = in_dtype(torch.empty_like(padded), compute_dtype)
         # Autograd watches whether a leaf is overwritten between forward and backward.
         # Through .data it does not see it: the values will be the same ones.
         whole = self.flat.data[: p.numel()].view(p.shape)
@@ -83,7 +83,7 @@ class FullySharded(nn.Module):
         self.in_flight: list[tuple[Any, ...]] = []
         for child in self.parts_of:
             self.show("shard", child)
-            child.register_forward_pre_hook(self.before_forward)
+            child.register_forward_pre_hook(self.before_forward, with_kwargs=True)
             child.register_forward_hook(self.after_forward)
         for part in self.parts:
             if part.shard.requires_grad:
@@ -116,14 +116,14 @@ class FullySharded(nn.Module):
             for part in self.parts_of[child].values():
                 part.free()
 
-    def before_forward(self, child: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    def before_forward(self, child: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather; from the second pass on, the module that comes next as well."""
         i = len(self.used)
         self.used.append(child)
         is_known = self.order[i : i + 1] == [child]
         self.gather(self.order if is_known else self.used, i, i + 1)
         self.show("whole", child)
-        return tuple(in_dtype(value, self.compute_dtype) for value in inputs)
+        return tree_map(lambda x: in_dtype(x, self.compute_dtype), (args, kwargs))
 
     def after_forward(self, child: nn.Module, _: Any, output: Any) -> None:
         """Free; gather again when backward reaches the output."""

@@ -21,13 +21,15 @@ LIMIT = 2e-2  # of a loss of 3 to 4; bf16 has two or three digits
 
 
 def find_problem(folder: Path, stage: int) -> str:
-    """Compare the shards with the record, before any rank opens one; '' if all is well.
+    """Compare the shards with the record, before any rank opens one; '' if sizes agree.
 
     DeepSpeed reads a shard with pickle, which can run code: load only what you trust.
     """
     try:
         record = json.loads((folder / "half" / RECORD).read_text())
     except (OSError, ValueError):
+        if (folder / "previous").is_dir():  # see `publish`
+            return f"a save broke off: rename {folder / 'previous'} to 'half'"
         return f"no checkpoint in {folder}; save_and_resume.py writes one"
     # Stages 1 and 2 read each other's shards, and stage 3 its own. DeepSpeed 0.19 has
     # no way from one to the other that keeps the optimizer state.

@@ -49,6 +49,12 @@ def own_tensors(sizes: list[int], rank: int, world_size: int) -> list[int]:
     return own
 
 
+def fullest_rank(sizes: list[int], world_size: int) -> int:
+    """Return the rank whose `own_tensors` have the most values: it needs the most."""
+    values = [sum(own_tensors(sizes, rank, world_size)) for rank in range(world_size)]
+    return values.index(max(values))
+
+
 def values_added(
     sizes: list[int], stage: int, rank: int, world_size: int, threshold: int
 ) -> dict[str, float]:

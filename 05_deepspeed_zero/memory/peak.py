@@ -8,7 +8,14 @@ DeepSpeed 0.19.8 and PyTorch 2.13.0; memory_per_rank.py compares it with what it
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from added import Run, bucket_bytes, bytes_added, bytes_for_each, own_tensors
+from added import (
+    Run,
+    bucket_bytes,
+    bytes_added,
+    bytes_for_each,
+    fullest_rank,
+    own_tensors,
+)
 from paper import KINDS, paper_bytes
 
 # Float32 temporaries of Adam, for each value that it steps: PyTorch's as it is on a
@@ -108,7 +115,7 @@ def activation_bytes(job: Job) -> int:
 
 
 def rank_bytes(job: Job, stage: int, world_size: int) -> dict[str, float]:
-    """Return what training takes on rank 0, which never has least: bytes by kind.
+    """Return what training takes on the rank with the largest tensors: bytes by kind.
 
     "step" is the peak after the last gradient; with offload it is not worked out.
     "need" is the one number that must fit: the larger of "step" and of all kinds
@@ -123,8 +130,11 @@ def rank_bytes(job: Job, stage: int, world_size: int) -> dict[str, float]:
         raise ValueError(f"--offload={job.offload} exists from stage {first} on")
     if job.grad_accum_dtype and (stage == 0 or job.precision == "fp32"):
         raise ValueError("--grad-accum-dtype is for bf16, from stage 1 on")
+    if job.grad_accum_dtype and job.offload != "none":
+        raise ValueError("--grad-accum-dtype with --offload is not worked out")
     accumulate, total = job.grad_accum_dtype, sum(job.sizes)
-    run = Run(job.sizes, stage, 0, world_size, job.precision, accumulate)
+    rank = fullest_rank(job.sizes, world_size)
+    run = Run(job.sizes, stage, rank, world_size, job.precision, accumulate)
     run = run._replace(threshold=job.threshold, bucket=job.bucket)
     each = bytes_for_each(job.precision, stage, accumulate)
     paper, added = (
@@ -141,8 +151,11 @@ def rank_bytes(job: Job, stage: int, world_size: int) -> dict[str, float]:
     if job.offload != "none":
         # Beside the state the host has two buffers for the shard's gradients, one in
         # float32 and one in the model's precision. From stage 2 on they are collected
-        # there, and the accelerator has its bucket only.
+        # there, and the accelerator has its buckets only.
         host = found["optimizer"] + (4 + each.gradient) * total / world_size
+        if stage < 3:  # a gradient on its way, in a buffer at both ends
+            found["buckets"] += each.weight * max(job.sizes)
+            host += each.weight * max(job.sizes)
         step = found["optimizer"] = 0
         found["gradients"] *= stage < 2
     if job.offload == "all":
