@@ -34,9 +34,9 @@ def main() -> None:
         loss.backward()  # all-reduces the gradients
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(loss.detach(), op=dist.ReduceOp.AVG)  # `loss` is now the mean
+        dist.all_reduce(mean := loss.detach(), op=dist.ReduceOp.AVG)
         if step % 4 == 0 and dist.get_rank() == 0:
-            print(f"step {step:2} | loss {loss.item():.3f}")
+            print(f"step {step:2} | loss {mean.item():.3f}")
     if dist.get_rank() == 0:
         torch.save(model.module.state_dict(), "model.pt")
 

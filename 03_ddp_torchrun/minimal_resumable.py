@@ -81,8 +81,11 @@ def main() -> None:
     parts, first_epoch = {"model": model, "adam": optimizer, "schedule": schedule}, 0
     if FILE.exists():  # on every machine, so on a file system that they share
         saved = torch.load(FILE, map_location=device)
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
+        try:
+            for name, part in parts.items():
+                part.load_state_dict(saved[name])
+        except (KeyError, RuntimeError, ValueError):
+            sys.exit(f"{FILE} is of another model or optimizer: delete it")
         first_epoch = saved["epoch"]
     if rank == 0:
         print(f"{world_size} ranks on {device.type}: epochs {first_epoch} to {EPOCHS}")

@@ -39,9 +39,9 @@ def main() -> None:
         loss = engine(inputs.to(engine.device), labels.to(engine.device))
         engine.backward(loss)  # averages the gradients over the ranks
         engine.step()  # steps this rank's shard, gathers the weights, clears gradients
-        dist.all_reduce(loss.detach(), op=dist.ReduceOp.AVG)  # `loss` is now the mean
+        dist.all_reduce(mean := loss.detach(), op=dist.ReduceOp.AVG)
         if step % 4 == 0 and dist.get_rank() == 0:
-            print(f"step {step:2} | loss {loss.item():.3f}")
+            print(f"step {step:2} | loss {mean.item():.3f}")
     engine.save_checkpoint("saved/minimal")  # every rank calls this
 
 

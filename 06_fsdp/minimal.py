@@ -42,9 +42,9 @@ def main() -> None:
         loss.backward()  # gathers again, reduce-scatters the gradients
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(loss.detach(), op=dist.ReduceOp.AVG)  # `loss` is now the mean
+        dist.all_reduce(mean := loss.detach(), op=dist.ReduceOp.AVG)
         if step % 4 == 0 and dist.get_rank() == 0:
-            print(f"step {step:2} | loss {loss.item():.3f}")
+            print(f"step {step:2} | loss {mean.item():.3f}")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)  # every rank calls this
     if dist.get_rank() == 0:

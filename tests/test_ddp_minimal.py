@@ -221,10 +221,10 @@ def test_epochs_on_two_ranks_are_those_of_one(
     assert torch.allclose(weights_of(together), weights_of(alone), atol=1e-5)
 
 
-def refusal(folder: str) -> str | int | None:
+def refusal(folder: str, batch_size: int = 512) -> str | int | None:
     """Train with as many samples in a batch as the data set has."""
     try:
-        resumable(folder, batch_size=512)
+        resumable(folder, batch_size=batch_size)
     except SystemExit as stop:
         return stop.code
     return None
@@ -236,6 +236,21 @@ def test_an_epoch_without_a_whole_step_is_refused(
     (said,) = worker_pool.run(refusal, str(tmp_path), world_size=1)
     assert said == "512 samples are too few for 1 ranks"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_of_another_model_is_named(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "resumable.pt"
+    adam = torch.optim.AdamW([torch.zeros(1)])
+    for model in ({"weight": torch.zeros(1)}, None):
+        state = {} if model is None else {"model": model, "adam": adam.state_dict()}
+        torch.save(state, path)
+        before = path.read_bytes()
+        (said,) = worker_pool.run(refusal, str(tmp_path), 16, world_size=1)
+        name = "resumable.pt is of another model or optimizer: delete it"
+        assert str(said).endswith(name)
+        assert path.read_bytes() == before
 
 
 def steps_of_an_epoch() -> tuple[float, int, list[Any]]:

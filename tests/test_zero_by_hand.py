@@ -778,8 +778,9 @@ def what_stages_do_besides() -> dict[str, Any]:
         torch.Generator().manual_seed(r) for r in range(dist.get_world_size())
     ]
     inputs = [torch.randn(4, 7, generator=g).double() for g in generators]
-    sum(alone(x).square().mean() for x in inputs).div(len(inputs)).backward()  # type: ignore[union-attr]
-    found["norm"] = nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
+    torch.stack([alone(x).square().mean() for x in inputs]).mean().backward()
+    gradients = [p.grad for p in alone.parameters() if p.grad is not None]
+    found["norm"] = nn.utils.get_total_norm(gradients).item()
     for stage in STAGES:
         model: Any = small()
         if stage == 3:

@@ -38,8 +38,8 @@ def finetune(model: Any, batches: list[Tensor]) -> list[float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(loss.detach(), op=dist.ReduceOp.AVG)  # `loss` is now the mean
-        losses.append(loss.item())
+        dist.all_reduce(mean := loss.detach(), op=dist.ReduceOp.AVG)
+        losses.append(mean.item())
     return losses
 
 
