@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -758,6 +757,41 @@ def locks_nothing(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
     rpc.rpc_sync("server", add_without_lock, args=(numbers, -LOST.LR * gradient))
 
 
+def adds_behind_the_lock(numbers: torch.Tensor, amount: torch.Tensor) -> None:
+    with LOST.TABLE_LOCK:
+        pass
+    LOST.TABLE.index_add_(0, numbers, amount)
+
+
+def locks_too_early(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
+    arguments = numbers, -LOST.LR * gradient
+    rpc.rpc_sync("server", adds_behind_the_lock, args=arguments)
+
+
+def looks_before_it_locks(numbers: torch.Tensor, amount: torch.Tensor) -> None:
+    rows = LOST.TABLE[numbers]
+    with LOST.TABLE_LOCK:
+        LOST.TABLE.index_add_(0, numbers, rows * 0 + amount)
+
+
+def locks_too_late(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
+    arguments = numbers, -LOST.LR * gradient
+    rpc.rpc_sync("server", looks_before_it_locks, args=arguments)
+
+
+def waits_for_nothing(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
+    rpc.rpc_async("server", add_to_rows, args=(numbers, -LOST.LR * gradient))
+
+
+def waits_for_its_call(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
+    amount = -LOST.LR * gradient
+    rpc.rpc_async("server", add_to_rows, args=(numbers, amount)).wait()
+
+
+def stays_at_home(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
+    add_to_rows(numbers, -LOST.LR * gradient)
+
+
 def goes_uphill(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
     rpc.rpc_sync("server", add_to_rows, args=(numbers, 2 * -LOST.LR * gradient))
 
@@ -767,18 +801,21 @@ def try_by_rpc(folder: str, answers: Answers) -> list[str]:
     rank = dist.get_rank()
     BY_RPC.open_rpc(LOST.NAMES[rank], rank, len(LOST.NAMES), f"file://{folder}/rpc")
     told = []
-    for answer in answers:
-        LOST.TABLE.zero_()
-        LOST.TABLE_LOCK.times = 0
-        dist.barrier()
-        told.append(LOST.try_steps(answer))
-        dist.barrier()
+    # The stub has imported a checker of its own.
+    with mock.patch.multiple(LOST_STUB, TABLE=LOST.TABLE, TABLE_LOCK=LOST.TABLE_LOCK):
+        for answer in answers:
+            LOST.ROWS.zero_()
+            LOST.GuardedTable.unlocked = 0
+            dist.barrier()
+            told.append(LOST.try_steps(answer))
+            dist.barrier()
     # The answer to the other exercise, with calls between processes too. It has two
     # processes; the third only takes part in the barriers.
     with mock.patch.object(WAITING_STUB.Server, "push", push):
         if rank == 2:
-            dist.barrier()
-            dist.barrier()
+            for _ in WAITING.CASES:
+                dist.barrier()
+                dist.barrier()
             told.append("")
         else:
             told.append(WAITING.try_by_rpc(WAITING_STUB.Server))
@@ -789,6 +826,7 @@ def try_by_rpc(folder: str, answers: Answers) -> list[str]:
 
 def test_steps_by_rpc(worker_pool: WorkerPool, tmp_path: Path) -> None:
     lost = "row 0, which both trainers change, has "
+    unlocked = "no step is missing this time, but who uses the table has not locked it"
     hints: Hints = [
         (step_on_server, ["", "", ""]),
         (read_again_under_a_lock, ["", lost, lost]),
@@ -796,7 +834,15 @@ def test_steps_by_rpc(worker_pool: WorkerPool, tmp_path: Path) -> None:
             counts_twins_once,
             ["", "row 1 has 20 of 40 steps: its", "row 2 has 20 of 40 steps: its"],
         ),
-        (locks_nothing, ["", *["no step is missing this time, but not every one"] * 2]),
+        (waits_for_its_call, ["", "", ""]),
+        (locks_nothing, ["", *[unlocked] * 2]),
+        (locks_too_early, ["", *[unlocked] * 2]),
+        (locks_too_late, ["", *[unlocked] * 2]),
+        (
+            waits_for_nothing,
+            ["", *["a step returns before its call has: who waits"] * 2],
+        ),
+        (stays_at_home, ["", *["none of 40 steps has reached the server's table"] * 2]),
         (
             goes_uphill,
             ["", "rows 0 and 1 hold 80 and 80", "rows 0 and 2 hold 80 and 80"],
@@ -811,26 +857,19 @@ def test_steps_by_rpc(worker_pool: WorkerPool, tmp_path: Path) -> None:
 class Asked:
     """A call of `push` in a thread of its own, to be waited for as a call by RPC is."""
 
-    def __init__(self, served: Any, gradient: torch.Tensor) -> None:
+    def __init__(self, gradient: torch.Tensor) -> None:
         """Start the call."""
         self.result: Any = None
-        self.error: Exception | None = None
-        arguments = served, gradient
-        threading.Thread(target=self.call, args=arguments, daemon=True).start()
+        threading.Thread(target=self.call, args=(gradient,), daemon=True).start()
 
-    def call(self, *arguments: Any) -> None:
+    def call(self, gradient: torch.Tensor) -> None:
         """Keep what comes of it."""
-        try:
-            self.result = WAITING.push_and_note(*arguments)
-        except Exception as error:
-            self.error = error
+        self.result = WAITING.push_here(gradient)
 
     def wait(self) -> Any:
         """Return the weights, or raise what RPC would raise."""
         deadline = time.monotonic() + WAITING.PATIENCE
         while time.monotonic() < deadline:
-            if self.error is not None:
-                raise RuntimeError(str(self.error))
             if self.result is not None and self.result.done():
                 return self.result.wait()
             time.sleep(0.01)
@@ -839,17 +878,35 @@ class Asked:
 
 def push_with_flaw(self: Any, gradient: torch.Tensor, flaw: str) -> Any:
     """Do what the answer does, but for one flaw."""
+    if flaw == "locks the sum only":
+        with self.lock:
+            self.sum += gradient
+            self.count += 1
+        answer = self.answer
+        if self.count == self.trainers:
+            self.count, self.answer = 0, torch.futures.Future()
+            self.weights, self.sum = (
+                self.weights - self.lr * self.sum / self.trainers,
+                0,
+            )
+            answer.set_result(self.weights.clone())
+        return answer
+    trainers = 3 if flaw == "always three" else self.trainers
     guard = contextlib.nullcontext() if flaw == "no lock" else self.lock
+    if flaw == "acquires":
+        guard = contextlib.closing(self.lock)
+        self.lock.close = self.lock.release
+        self.lock.acquire()
     with guard:
         self.sum = gradient if flaw == "last only" else self.sum + gradient
         self.count += 1
         if flaw == "steps at once":
-            self.weights = self.weights - self.lr * gradient / self.trainers
+            self.weights = self.weights - self.lr * gradient / trainers
         answer = self.answer
-        if self.count == self.trainers:
-            count = 1 if flaw == "sum" else self.trainers
+        if self.count == trainers:
+            count = 1 if flaw == "sum" else trainers
             if flaw != "steps at once":
-                self.weights = self.weights - self.lr * self.sum / count
+                self.weights -= self.lr * self.sum / count
             self.count = 0
             if flaw != "sum kept":
                 self.sum = torch.zeros_like(self.weights)
@@ -857,7 +914,8 @@ def push_with_flaw(self: Any, gradient: torch.Tensor, flaw: str) -> Any:
                 self.answer = torch.futures.Future()
             if flaw == "future swapped too early":
                 answer = self.answer
-            answer.set_result(self.weights.clone())
+            new = self.weights if flaw == "no copy" else self.weights.clone()
+            answer.set_result(new)
         elif flaw == "waits in the lock":
             answer.wait()
         if flaw == "answers at once" and not answer.done():
@@ -865,36 +923,66 @@ def push_with_flaw(self: Any, gradient: torch.Tensor, flaw: str) -> Any:
             answer.set_result(self.weights.clone())
     if flaw == "waits":
         answer.wait()
-    return answer
+    return None if flaw == "returns nothing" else answer
 
 
 @pytest.mark.parametrize(
     ("flaw", "hint"),
     [
         ("", ""),
-        ("answers at once", "step 1: trainer 0 was answered before trainer 1 had push"),
-        ("sum", "step 1: trainer 0 got weights that moved by the sum of the gradients"),
-        ("last only", "step 1: trainer 0 got weights that only the last gradient has"),
-        ("sum kept", "step 2: trainer 0 got weights that the gradients of earlier"),
-        ("old future", "step 2: trainer 0 was answered before trainer 1 had pushed"),
-        ("future swapped too early", "step 1: trainer 0 got no answer: its future"),
-        ("waits", "step 1: push has not returned to trainer 0 after 0.5 s: does it"),
-        ("waits in the lock", "step 1: push has not returned to trainer 0 after 0.5 s"),
+        (
+            "answers at once",
+            "3 trainers, step 1: trainer 0 was answered before trainer 1 had push",
+        ),
+        (
+            "sum",
+            "3 trainers, step 1: trainer 0 got weights that moved by the sum of",
+        ),
+        (
+            "last only",
+            "3 trainers, step 1: trainer 0 got weights that only the last gradient has",
+        ),
+        (
+            "sum kept",
+            "3 trainers, step 2: trainer 0 got weights that the gradients of earlier",
+        ),
+        (
+            "old future",
+            "3 trainers, step 2: trainer 0 was answered before trainer 1 had pushed",
+        ),
+        (
+            "future swapped too early",
+            "3 trainers, step 1: trainer 0 got no answer: its future",
+        ),
+        (
+            "waits",
+            "3 trainers, step 1: push has not returned to trainer 0 after 0.5 s",
+        ),
+        (
+            "waits in the lock",
+            "3 trainers, step 1: push has not returned to trainer 0 after 0.5 s",
+        ),
         ("no lock", "right this time, but not every push has taken the lock"),
+        ("locks the sum only", "3 trainers, step 3, all at once: trainer "),
+        ("always three", "2 trainers, step 1: trainer 0 got no answer: its future"),
+        ("no copy", "right this time, but a later step changes what was answered"),
+        (
+            "returns nothing",
+            "3 trainers, step 1: trainer 0 got no answer: TypeError('pu",
+        ),
+        ("acquires", ""),
     ],
 )
 def test_waiting_server(flaw: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if flaw:
+    if hint:
         monkeypatch.setattr(WAITING, "PATIENCE", 0.5)
     answer = functools.partialmethod(push_with_flaw, flaw=flaw) if flaw else push
     monkeypatch.setattr(WAITING_STUB.Server, "push", answer)
-    server = WAITING_STUB.Server(WAITING.START.clone(), WAITING.TRAINERS, WAITING.LR)
-    served = types.SimpleNamespace(server=server, notes=())
-    told = WAITING.try_server(
-        lambda gradient: Asked(served, gradient),
-        lambda: served.notes,
-        lambda: server.lock.times,
-    )
+    told = ""
+    for trainers in WAITING.CASES:
+        WAITING.serve(WAITING_STUB.Server, trainers)
+        told = told or WAITING.try_server(Asked, lambda asked: asked(), trainers)
+    assert WAITING.CASES == (3, 2)
     assert told.startswith(hint) and bool(told) == bool(hint), told
 
 

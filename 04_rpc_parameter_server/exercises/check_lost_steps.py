@@ -10,7 +10,7 @@ import torch.distributed.rpc as rpc
 
 from ask_ranks import ask_ranks
 from ranks import read_options
-from rpc_between_ranks import CountingLock, open_rpc
+from rpc_between_ranks import GuardedTable, open_rpc
 
 # Both trainers change row 0, and each a row of its own, which it names twice. A step
 # adds 1 to a row each time the row is named.
@@ -18,8 +18,8 @@ NAMES = ["server", "trainer1", "trainer2"]
 STEPS, LR = 20, 0.5
 # These two are the server's. RPC serves calls in several threads at once; who changes
 # the table in one of them says so: `with TABLE_LOCK:`.
-TABLE = torch.zeros(3, 4)
-TABLE_LOCK = CountingLock()
+ROWS = torch.zeros(3, 4)
+TABLE, TABLE_LOCK = ROWS.as_subclass(GuardedTable), GuardedTable.lock
 StepOnServer = Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -39,12 +39,12 @@ def try_with_rpc(answer: StepOnServer) -> str:
 
 def table_at_the_end() -> torch.Tensor:
     """Return the table; runs on the server."""
-    return TABLE
+    return ROWS
 
 
-def times_locked() -> int:
-    """Tell how often the table was locked; runs on the server."""
-    return TABLE_LOCK.times
+def unlocked_uses() -> int:
+    """Tell how often the table was used without its lock; runs on the server."""
+    return GuardedTable.unlocked
 
 
 def explain_table(found: torch.Tensor, own: int) -> str:
@@ -53,6 +53,8 @@ def explain_table(found: torch.Tensor, own: int) -> str:
     if any(len(row) > 1 for row in rows):
         return "the numbers in a row differ, though all get the same gradient"
     shared, mine = rows[0].pop(), rows[own].pop()
+    if shared == mine == 0:
+        return f"none of {2 * STEPS} steps has reached the server's table"
     if shared < 2 * STEPS:
         return (
             f"row 0, which both trainers change, has {shared:g} of {2 * STEPS} steps: "
@@ -72,6 +74,7 @@ def explain_table(found: torch.Tensor, own: int) -> str:
 def try_steps(answer: StepOnServer) -> str:
     """Be the server, or a trainer that takes its steps; say what came of them."""
     own, call, calls, failed = dist.get_rank(), rpc.rpc_sync, 0, ""
+    call_async, futures = rpc.rpc_async, list[Any]()
     trainers: Any = dist.new_group([1, 2])
     if own == 0:
         dist.barrier()  # the server answers calls until both trainers have looked
@@ -86,19 +89,30 @@ def try_steps(answer: StepOnServer) -> str:
             dist.barrier(trainers)
         return result
 
+    def call_and_keep(*args: Any, **kwargs: Any) -> Any:
+        """Keep the future, to see whether anybody waits for it."""
+        futures.append(call_async(*args, **kwargs))
+        return futures[-1]
+
     numbers = torch.tensor([0, own, own])
     try:
-        with mock.patch.object(rpc, "rpc_sync", call_and_wait):
+        patched: Any = {"rpc_sync": call_and_wait, "rpc_async": call_and_keep}
+        with mock.patch.multiple(rpc, **patched):
             for _ in range(STEPS):
                 answer(numbers, torch.full((3, 4), -1 / LR))
+                if not all(future.done() for future in futures):
+                    failed = "a step returns before its call has: who waits for it?"
     except RuntimeError as error:
-        failed = f"a call ended with: {str(error).splitlines()[0]}"
+        reason = str(error).split(":\n", 1)[-1]  # RPC says first where it was
+        failed = f"a call ended with: {reason.splitlines()[0]}"
     if calls == 0:
         dist.barrier(trainers)
     dist.barrier(trainers)  # both have taken their last step
     if not failed:
         failed = explain_table(call("server", table_at_the_end), own)
-    if not failed and call("server", times_locked) < 2 * STEPS:
-        failed = "no step is missing this time, but not every one has locked the table"
+    if not failed and call("server", unlocked_uses):
+        failed = (
+            "no step is missing this time, but who uses the table has not locked it"
+        )
     dist.barrier()
     return failed

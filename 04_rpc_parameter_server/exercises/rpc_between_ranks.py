@@ -1,29 +1,61 @@
-"""What both exercises need: RPC between their ranks, and a lock that counts."""
+"""What both exercises need: RPC between their ranks, and a lock that is watched."""
 
 import os
 import socket
 import threading
+import time
 import warnings
+from typing import Any
 
+import torch
 import torch.distributed.rpc as rpc
 
 
 class CountingLock:
-    """A lock that counts how often it was taken."""
+    """A lock that counts how often it was taken, and knows which thread holds it."""
 
     def __init__(self) -> None:
         """Make it; nobody holds it."""
-        self.lock, self.times = threading.Lock(), 0
+        self.lock, self.times, self.holder = threading.Lock(), 0, 0
+        # So many seconds who has released it waits, and others come between.
+        self.pause = 0.0
 
-    def __enter__(self) -> "CountingLock":
+    def acquire(self) -> bool:
         """Wait for it, and count."""
         self.lock.acquire()
-        self.times += 1
+        self.times, self.holder = self.times + 1, threading.get_ident()
+        return True
+
+    def release(self) -> None:
+        """Release it."""
+        self.holder = 0
+        self.lock.release()
+        time.sleep(self.pause)
+
+    def __enter__(self) -> "CountingLock":
+        """Acquire it."""
+        self.acquire()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Release it."""
-        self.lock.release()
+        self.release()
+
+
+class GuardedTable(torch.Tensor):
+    """A tensor that counts its uses by threads which do not hold its lock."""
+
+    lock, unlocked = CountingLock(), 0
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Count, and call what was to be called; its shape is free to read."""
+        if cls.lock.holder != threading.get_ident() and func.__name__ != "__get__":
+            cls.unlocked += 1
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def open_rpc(
