@@ -282,6 +282,22 @@ def test_odd_sizes_and_plain_norms_say_so(worker_pool: WorkerPool, case: str) ->
 # --- Exercises. ----------
 
 
+class GatherTerms(torch.autograd.Function):
+    """Sends n times what a sum needs."""
+
+    @staticmethod
+    def forward(ctx: Any, term: Tensor) -> Tensor:
+        """Gather all terms, and add them up here."""
+        terms = [torch.empty_like(term) for _ in range(dist.get_world_size())]
+        dist.all_gather(terms, term.contiguous())
+        return torch.stack(terms).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        """Send nothing."""
+        return grad
+
+
 class FlawedMLP(gated_mlp.GatedMLP):
     """The right answer, but for one flaw."""
 
@@ -293,6 +309,16 @@ class FlawedMLP(gated_mlp.GatedMLP):
             self.down = nn.Parameter(LAYERS.shard_of(whole[2], 0))
         if flaw == "keeps up":
             self.whole = nn.Parameter(whole[1])
+        if flaw == "keeps up in a list":
+            self.aside = [whole[1]]
+        if flaw == "keeps up in a buffer":
+            self.register_buffer("aside", whole[1])
+        rank, n = dist.get_rank(), dist.get_world_size()
+        if flaw == "views":
+            self.gate = nn.Parameter(whole[0].chunk(n)[rank])
+        if flaw == "every other row":
+            self.gate, self.up = (nn.Parameter(w[rank::n].clone()) for w in whole[:2])
+            self.down = nn.Parameter(whole[2][:, rank::n].clone())
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, D) to something like (B, T, D)."""
@@ -300,10 +326,14 @@ class FlawedMLP(gated_mlp.GatedMLP):
         twice = copied if self.flaw != "two messages" else LAYERS.CopyToRanks.apply(x)
         if self.flaw == "no copy":
             copied = twice = x
+        if self.flaw == "gate alone":
+            twice = x
         hidden = F.silu(F.linear(copied, self.gate)) * F.linear(twice, self.up)
         y = F.linear(hidden, self.down)
         if self.flaw == "no sum":
             return y
+        if self.flaw == "gathers terms":
+            return GatherTerms.apply(y)
         if self.flaw == "summed twice":
             y = LAYERS.SumOverRanks.apply(y)
         return LAYERS.SumOverRanks.apply(y)
@@ -316,6 +346,12 @@ MLP_HINTS = {
     "no copy": "the gradient of x is this rank's term of a sum: who adds them up?",
     "two messages": "right, but backward sends 2 messages; one will do",
     "keeps up": "right, but this rank keeps 120 weights; a part has 72",
+    "keeps up in a list": "right, but this rank keeps 120 weights; a part has 72",
+    "keeps up in a buffer": "right, but this rank keeps 120 weights; a part has 72: i",
+    "views": "right, but this rank keeps 96 weights; a part has 72: in at",
+    "every other row": "the gradient of gate is not that of one process, for the part",
+    "gate alone": "the gradient of x is not that of one process: x is read twice",
+    "gathers terms": "right, but forward calls allgather_, where one all-reduce will",
     "down by columns": "it ended with: mat1 and mat2 shapes cannot be multiplied",
 }
 
@@ -331,7 +367,7 @@ def test_gated_mlp_is_told_what_is_wrong(worker_pool: WorkerPool) -> None:
     told = worker_pool.run(tell_mlps)
     due = ["right, but this rank keeps 144 weights; a part has 72", ""]
     due += MLP_HINTS.values()
-    assert len(told) == 2 and len(due) == 9
+    assert len(told) == 2 and len(due) == 15
     for of_rank in told:
         # A hint may go on with the sizes; where none is due, none is given.
         cut = [
@@ -341,7 +377,7 @@ def test_gated_mlp_is_told_what_is_wrong(worker_pool: WorkerPool) -> None:
 
 
 class FlawedBlock(broken_block.SplitBlock):
-    """The right answer, with the stub's first or second mistake."""
+    """The right answer, with one mistake."""
 
     def __init__(self, whole: Any, flaw: str) -> None:
         """Keep the flaw's name."""
@@ -350,12 +386,36 @@ class FlawedBlock(broken_block.SplitBlock):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, D) to (B, D)."""
-        if self.flaw == "copy in front":
+        if self.flaw == "copy of all":
+            x = LAYERS.CopyToRanks.apply(x)
+            y = LAYERS.CopyToRanks.apply(self.norm(x))
+        elif self.flaw == "copy in front":
             y = self.norm(LAYERS.CopyToRanks.apply(x))
         else:
             y = self.norm(x)  # never copied to all ranks
         y = F.gelu(F.linear(y, self.columns, self.columns_bias))
         return x + LAYERS.SumOverRanks.apply(F.linear(y, self.rows)) + self.bias
+
+
+def train_without_clamp(block: Any, batches: list) -> None:
+    """Do what the answer does, but scale small gradients up to the limit."""
+    with mock.patch.object(Tensor, "clamp", lambda tensor, max: tensor):
+        broken_block.train_block(block, batches)
+
+
+def norms_of_steps() -> list[float]:
+    """Return the norm of each step's gradient, taken at the first weights."""
+    check, norms = CHECKERS["check_broken_block"], []
+    for inputs, labels in check.draw_steps_of_block():
+        block = check.WholeBlock()
+        F.mse_loss(block(inputs), labels).backward()
+        norms.append(nn.utils.get_total_norm(p.grad for p in block.parameters()).item())
+    return norms
+
+
+def test_first_step_of_block_alone_is_small() -> None:
+    first, *others = norms_of_steps()
+    assert 0.01 < first < 0.09 and len(others) == 4 and min(others) > 0.15
 
 
 def tell_blocks() -> list[str]:
@@ -370,6 +430,8 @@ def tell_blocks() -> list[str]:
         (never, train),
         (right, stub.train_block),
         (right, train),
+        (functools.partial(FlawedBlock, flaw="copy of all"), train),
+        (right, train_without_clamp),
     ]
     return [check.try_block(answer) for answer in answers]
 
@@ -379,10 +441,13 @@ def test_broken_block_is_told_what_is_wrong(worker_pool: WorkerPool) -> None:
     assert len(told) == 2
     for of_rank in told:
         assert of_rank[0] == "the result has the last bias 2 times in it"
-        term = "the gradient of norm.weight is not that of one process"
-        assert of_rank[1:3] == [term] * 2
+        term = "the gradient of norm.weight is not that of one process (as the block al"
+        assert [text[: len(term)] for text in of_rank[1:3]] == [term] * 2
         assert re.search(r"have moved 1\.\d\d times as far .* whose norm", of_rank[3])
         assert of_rank[4] == ""
+        inputs = "the gradient of the inputs is not that of one process"
+        assert of_rank[5] == inputs and len(of_rank) == 7
+        assert re.search(r"times as far .* is a small one left as it is", of_rank[6])
 
 
 # --- When it pays. ----------

@@ -49,11 +49,16 @@ def check_block(build: Callable, train: Callable) -> None:
 
 
 def draw_steps_of_block() -> list[tuple[Tensor, Tensor]]:
-    """Draw inputs and labels of all steps, the same on every rank."""
+    """Draw inputs and labels of all steps, the same on every rank.
+
+    The first labels are close to the block's results: that step is not to be clipped.
+    """
     generator = torch.Generator().manual_seed(1)
     shape = (2 * STEPS, B, D)
     drawn = list(torch.randn(shape, generator=generator, dtype=torch.float64))
-    return list(zip(drawn[::2], drawn[1::2], strict=True))
+    inputs, labels = drawn[::2], drawn[1::2]
+    labels[0] = WholeBlock()(inputs[0]).detach() + 0.1 * labels[0]
+    return list(zip(inputs, labels, strict=True))
 
 
 def train_whole(batches: list[tuple[Tensor, Tensor]]) -> WholeBlock:
@@ -78,7 +83,7 @@ def try_block(answer: tuple[Callable, Callable]) -> str:
     build, train = answer
     batches = draw_steps_of_block()
     try:
-        text = explain_one_step(build(WholeBlock()), *batches[0])
+        text = explain_one_step(build(WholeBlock()), *batches[1])
         # All ranks come along or none, since the loop communicates.
         if any(told := gather(text)):
             return told[dist.get_rank()] or "right as yet, but another rank is not"
@@ -92,7 +97,9 @@ def try_block(answer: tuple[Callable, Callable]) -> str:
 def explain_one_step(block: Any, inputs: Tensor, labels: Tensor) -> str:
     """Say what is wrong with a result and its gradients, or nothing."""
     whole = WholeBlock()
-    right, found = whole(inputs), block(inputs)
+    # Each reads inputs of its own, which get a gradient.
+    own, theirs = (inputs.clone().requires_grad_() for _ in range(2))
+    right, found = whole(own), block(theirs)
     extra = (found - right).detach()
     bias = whole.rows.bias.detach()
     F.mse_loss(right, labels).backward()
@@ -106,7 +113,14 @@ def explain_one_step(block: Any, inputs: Tensor, labels: Tensor) -> str:
         mine = block.get_parameter(name).grad
         due = own_part(torch.as_tensor(whole.get_parameter(name_there).grad), dim)
         if mine is None or not torch.allclose(mine, due):
-            return f"the gradient of {name} is not that of one process"
+            return (
+                f"the gradient of {name} is not that of one process (as the block alone"
+                " computes it, without the loop)"
+            )
+    if theirs.grad is None or not torch.allclose(
+        theirs.grad, torch.as_tensor(own.grad)
+    ):
+        return "the gradient of the inputs is not that of one process"
     return ""
 
 
@@ -128,5 +142,6 @@ def explain_training(block: Any, whole: WholeBlock) -> str:
     times = (moved / should) ** 0.5
     return (
         f"one step's gradients are right, but after {STEPS} steps this rank's weights "
-        f"have moved {times:.2f} times as far as they should: whose norm is clipped?"
+        f"have moved {times:.2f} times as far as they should: whose norm is clipped, "
+        "and is a small one left as it is?"
     )

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ask_ranks import ask_ranks, in_words
 from ranks import read_options
@@ -41,7 +42,9 @@ def grads_alone(x: Tensor, weights: list[Tensor], grad: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
 
 
-def explain(name: str, found: Any, right: Tensor, term: Tensor | None) -> str:
+def explain(
+    name: str, found: Any, right: Tensor, term: Tensor | None, hint: str = ""
+) -> str:
     """Say what is wrong with a tensor, or nothing; `term` is this rank's of its sum."""
     if not isinstance(found, Tensor):
         return f"{name} is {found!r:.40}"
@@ -53,7 +56,7 @@ def explain(name: str, found: Any, right: Tensor, term: Tensor | None) -> str:
         return f"{name} is {WORLD_SIZE} times too large: what is added up too often?"
     if term is not None and torch.allclose(found, term):
         return f"{name} is this rank's term of a sum: who adds them up?"
-    return f"{name} is not that of one process"
+    return f"{name} is not that of one process{hint}"
 
 
 def try_gated_mlp(answer: Any) -> str:
@@ -76,33 +79,50 @@ def try_gated_mlp(answer: Any) -> str:
             y.backward(grad)
     except FAULTS as error:
         return in_words(RuntimeError(error))
-    if text := explain("the gradient of x", leaf.grad, right[1], terms[1]):
+    hint = ": x is read twice; is one of its two gradients not summed?"
+    if text := explain("the gradient of x", leaf.grad, right[1], terms[1], hint):
         return text
     return explain_weights(model, right[2:]) or explain_messages(
-        len(forward.noted), len(backward.noted)
+        forward.noted, backward.noted
     )
+
+
+def numbers_kept(model: Any) -> int:
+    """Count the numbers in all storages that the model's modules refer to."""
+    leaves = tree_leaves([vars(module) for module in model.modules()])
+    storages = [t.untyped_storage() for t in leaves if isinstance(t, Tensor)]
+    itemsize = torch.float64.itemsize
+    return sum({s.data_ptr(): s.nbytes() // itemsize for s in storages}.values())
 
 
 def explain_weights(model: Any, right: list[Tensor]) -> str:
     """Say what is wrong with what this rank keeps and with its gradients."""
-    kept = sum(p.numel() for p in model.parameters())
+    kept = numbers_kept(model)
     shards = sum(g.numel() for g in right) // WORLD_SIZE
     if kept != shards:
-        return f"right, but this rank keeps {kept} weights; a part has {shards}"
+        text = f"right, but this rank keeps {kept} weights; a part has {shards}"
+        own = sum(p.numel() for p in model.parameters())
+        return f"{text}: in attributes, or behind views?" if own == shards else text
     rank = dist.get_rank()
     for (name, dim), whole in zip(CUTS.items(), right, strict=True):
         found, due = getattr(model, name, None), whole.chunk(WORLD_SIZE, dim)[rank]
         text = explain(
-            f"the gradient of {name}", getattr(found, "grad", None), due, None
+            f"the gradient of {name}",
+            getattr(found, "grad", None),
+            due,
+            None,
+            ", for the part that shard_of cuts",
         )
         if text:
             return text
     return ""
 
 
-def explain_messages(forward: int, backward: int) -> str:
-    """Say whether one message each way was enough."""
-    for way, count in (("forward", forward), ("backward", backward)):
-        if count != 1:
-            return f"right, but {way} sends {count} messages; one will do"
+def explain_messages(forward: list, backward: list) -> str:
+    """Say whether one sum each way was enough."""
+    for way, noted in (("forward", forward), ("backward", backward)):
+        if len(noted) != 1:
+            return f"right, but {way} sends {len(noted)} messages; one will do"
+        if (name := noted[0][0]).strip("_").replace("_", "") != "allreduce":
+            return f"right, but {way} calls {name}, where one all-reduce will do"
     return ""
