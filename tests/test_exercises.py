@@ -1011,12 +1011,17 @@ class FlawedAdam:
         """Make the optimizer of the shard."""
         values = self.weights if self.flaw == "keeps all" else self.padded[self.own]
         self.parameter = torch.nn.Parameter(values.clone())
-        self.adam = torch.optim.Adam([self.parameter], self.lr)
+        lr = 0.1 if self.flaw == "rate written in" else self.lr
+        self.adam = torch.optim.Adam([self.parameter], lr)
 
     def step(self, gradient: torch.Tensor) -> None:
         """Take a step."""
         if self.flaw == "new Adam":
             self.make_adam()
+        if self.flaw in ("sums", "sums a copy"):
+            gradient = gradient if self.flaw == "sums" else gradient.clone()
+            dist.all_reduce(gradient)
+        given = gradient
         missing = 0 if self.flaw == "no padding" else len(self.padded) - len(gradient)
         gradient = F.pad(gradient, (0, missing))
         everything = self.flaw == "keeps all"
@@ -1039,10 +1044,33 @@ class FlawedAdam:
         else:
             self.weights.copy_(new)
         self.padded = torch.cat(shares)
+        if self.flaw == "clears":
+            given.zero_()
+
+
+class AdamOfUnequalShards:
+    """Another right answer: no padding, and a broadcast for each shard."""
+
+    def __init__(self, weights: torch.Tensor, lr: float) -> None:
+        """Take a shard, which is a view."""
+        self.parts = weights.tensor_split(dist.get_world_size())
+        self.adam = torch.optim.Adam([torch.nn.Parameter(self.own(self.parts))], lr)
+
+    def own(self, parts: Any) -> torch.Tensor:
+        """Return this rank's part."""
+        return parts[dist.get_rank()]
+
+    def step(self, gradient: torch.Tensor) -> None:
+        """Step for the shard, and send it."""
+        [parameter] = self.adam.param_groups[0]["params"]
+        parameter.grad = self.own(gradient.tensor_split(dist.get_world_size()))
+        self.adam.step()
+        for rank, part in enumerate(self.parts):
+            dist.broadcast(part, rank)
 
 
 def test_sharded_adam(worker_pool: WorkerPool, tmp_path: Path) -> None:
-    hints: Hints = [(ShardedAdam, [""] * 3)]
+    hints: Hints = [(ShardedAdam, [""] * 3), (AdamOfUnequalShards, [""] * 3)]
     part = "36 weights: step 1 changes 12 of 36 weights, from number"
     sizes = "35 weights: this rank calls ALLGATHER of shape "
     hints += [
@@ -1067,9 +1095,16 @@ def test_sharded_adam(worker_pool: WorkerPool, tmp_path: Path) -> None:
             * 3,
             "another tensor": ["36 weights: step 1 does not change the tensor that"]
             * 3,
+            "sums": ["36 weights: step 1 changes the gradient that it was given"] * 3,
+            "clears": ["36 weights: step 1 changes the gradient that it was given"] * 3,
+            "sums a copy": ["36 weights: the weights are right, but exp_avg is not"]
+            * 3,
+            "rate written in": ["4 weights: after step 1 4 of 4 weights are wrong"] * 3,
             "no padding": [f"{sizes}[12]", f"{sizes}[12]", f"{sizes}[11]"],
         }.items()
     ]
+    # Of four weights `chunk` makes two shards for three ranks.
+    assert 4 in ADAM.CASES and len(torch.zeros(4).chunk(ADAM.WORLD_SIZE)) == 2
     answers = [answer for answer, _ in hints]
     by_rank = worker_pool.run(try_adams, str(tmp_path), answers, world_size=3)
     expect(by_rank, hints)
@@ -1115,6 +1150,9 @@ def test_engine(worker_pool: WorkerPool, tmp_path: Path) -> None:
         "gradient_accumulation_steps": 4,
     }
     clipped = broken_engine.CONFIG | {"gradient_clipping": 0.1}
+    faster = broken_engine.CONFIG | {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.2}}
+    }
     misspelt = broken_engine.CONFIG | {"gradient_acumulation_steps": 2}
     loop = functools.partial
     hints: Hints = [
@@ -1136,6 +1174,10 @@ def test_engine(worker_pool: WorkerPool, tmp_path: Path) -> None:
         (
             (broken_engine.CONFIG, loop(train_engine, flaw="divided")),
             ["all gradients were 2 times too small: divided twice?"] * 2,
+        ),
+        (
+            (faster, loop(train_engine, flaw="divided")),
+            ["the learning rate is 0.2, and is to stay 0.1"] * 2,
         ),
         (
             (one_each, broken_engine.train_with_engine),

@@ -15,7 +15,7 @@ from check_config import unknown_key
 from deepspeed_setup import prepare
 from ranks import read_options
 
-WORLD_SIZE, BATCHES, ACCUMULATED = 2, 8, 2
+WORLD_SIZE, BATCHES, ACCUMULATED, LR = 2, 8, 2, 0.1
 NEEDED_STEPS = BATCHES // ACCUMULATED
 Batches = list[tuple[torch.Tensor, torch.Tensor]]  # inputs (4, 8) and labels (4, 1)
 Config = dict[str, Any]
@@ -71,7 +71,7 @@ def weights_alone(rank: int | None, factor: float) -> torch.Tensor:
         factor: what to multiply each gradient by.
     """
     model = small_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * factor)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR * factor)
     ranks = range(WORLD_SIZE) if rank is None else [rank]
     sharded = [draw_for(one) for one in ranks]
     for start in range(0, BATCHES, ACCUMULATED):
@@ -91,6 +91,8 @@ def explain_engine(engine: Any, rank: int) -> str:
     if engine.train_micro_batch_size_per_gpu() != 4:
         said = engine.train_micro_batch_size_per_gpu()
         return f"the config says {said} samples at a time, but the batches hold 4"
+    if (rates := engine.get_lr()) != [LR]:
+        return f"the learning rate is {rates[0]}, and is to stay {LR}"
     if engine.global_steps != NEEDED_STEPS:
         text = (
             f"{engine.global_steps} steps of 16 samples, where {NEEDED_STEPS} are due"
