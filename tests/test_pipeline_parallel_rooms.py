@@ -6,7 +6,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -724,9 +724,18 @@ def one_backward_more(stage: int, stages: int, micro_batches: int) -> list[str]:
     return calls
 
 
+def ahead_of_too_few(stage: int, stages: int, micro_batches: int) -> list[str]:
+    """Run ahead as if there were as many micro-batches as stages."""
+    calls = stage_order.order_of(stage, stages, micro_batches)
+    ahead = [calls.index(f"F{i}") for i in range(stages - 1 - stage)]
+    assert len(ahead) == stages - 1 - stage
+    return calls
+
+
 @pytest.mark.parametrize(
     ("answer", "hint"),
     [
+        (ahead_of_too_few, "4 stages, 2 micro-batches: stage 0 ends with ValueError("),
         (None, "stage 0 has 6 in flight, where 4 are needed"),
         (one_forward_too_many, "stage 0 has 5 in flight, where 4 are needed"),
         (all_like_the_last, "stage 0 has 1 in flight, where 4 are needed"),
@@ -742,6 +751,14 @@ def test_order_s_checker_says_what_is_wrong(answer: Any, hint: str) -> None:
     assert code == 1 and hint in text.splitlines()[-1]
 
 
+def scale_to(parameters: Iterable[nn.Parameter], norm: float, found: Any) -> None:
+    """Clip without a clamp: make a small gradient larger."""
+    gradients = [torch.as_tensor(parameter.grad) for parameter in parameters]
+    assert len(gradients) == 2
+    for gradient in gradients:
+        gradient *= norm / found
+
+
 def step_with_flaw(
     part: nn.Module, micro_batches: list, optimizer: torch.optim.Optimizer, flaw: str
 ) -> None:
@@ -755,17 +772,22 @@ def step_with_flaw(
             len(x): samples / len(micro_batches) / len(x) for x, _ in micro_batches
         }
     else:
-        share = {len(x): 1.0 for x, _ in micro_batches}
+        samples = sum(len(x) for x, _ in micro_batches)
+        share = {
+            len(x): samples / 10 if flaw == "ten" else 1.0 for x, _ in micro_batches
+        }
     right = broken_pipeline.mse_loss
     norm = mock.patch.object(broken_pipeline.dist, "all_reduce", lambda *_: None)
     loss = mock.patch.object(
         broken_pipeline, "mse_loss", lambda y, to: right(y, to) * share[len(y)]
     )
     limit = mock.patch.object(broken_pipeline, "MAX_NORM", 1e9)
+    always = mock.patch.object(nn.utils, "clip_grads_with_norm_", scale_to)
     still = mock.patch.object(optimizer, "step", lambda: None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(loss)
-        for name, patch in {"own": norm, "none": limit, "still": still}.items():
+        patches = {"own": norm, "none": limit, "always": always, "still": still}
+        for name, patch in patches.items():
             if flaw == name:
                 stack.enter_context(patch)
         broken_pipeline.train_step(part, micro_batches, optimizer)
@@ -781,16 +803,27 @@ def try_steps(flaws: list[str]) -> list[str]:
     return found
 
 
+def test_two_of_three_steps_are_clipped() -> None:
+    checker, clip = script(EXERCISES, "check_broken_pipeline"), nn.utils.clip_grad_norm_
+    norms: list[Any] = []
+    noted = lambda parameters, limit: norms.append(clip(parameters, limit))  # noqa: E731
+    with mock.patch.object(nn.utils, "clip_grad_norm_", noted):
+        checker.train_whole("part", "whole")
+    assert [norm > checker.MAX_NORM for norm in norms] == [False, True, True]
+
+
 def test_broken_pipeline_s_checker(worker_pool: WorkerPool) -> None:
     hints = {
-        "sum": "every micro-batch counts alike",
+        "sum": "each micro-batch's mean loss counts whole",
         "equal": "every micro-batch counts alike",
         "own": "this stage clips by the norm of its layers",
         "none": "nothing is clipped",
+        "ten": "a step is taken as if every batch had 10 samples",
+        "always": "a norm below the limit is scaled up to it",
         "still": "its weights have not moved",
     }
     by_rank = worker_pool.run(try_steps, list(hints))
     assert [found[0] for found in by_rank] == ["", ""]
-    assert len(by_rank[0]) == len(hints) + 1
+    assert len(by_rank[0]) == len(hints) + 1 == 8
     for number, hint in enumerate(hints.values(), start=1):
         assert all(hint in found[number] for found in by_rank), by_rank

@@ -14,24 +14,27 @@ from torch.nn.functional import mse_loss
 from ask_ranks import ask_ranks, in_words
 from ranks import read_options
 
-STEPS, SIZES, MAX_NORM = 3, (4, 4, 2), 0.1
+# The samples of each step's micro-batches.
+SIZES, MAX_NORM = [(3, 3, 1), (4, 4, 2), (4, 4, 2)], 0.1
 # How a micro-batch's mean loss may count, and by which norm a stage may clip.
 LOSSES = {
     "part": "",
-    "equal": "every micro-batch counts alike, and the last has 2 samples, not 4",
+    "equal": "every micro-batch counts alike, and the last has fewer samples",
+    "ten": "a step is taken as if every batch had 10 samples",
     "sum": "each micro-batch's mean loss counts whole, as if it were the batch's",
 }
 NORMS = {
     "whole": "",
     "own": "this stage clips by the norm of its layers, not of all layers",
     "none": "nothing is clipped",
+    "always": "a norm below the limit is scaled up to it",
 }
 
 
 def check_pipeline(train_step: Callable) -> None:
     """Start the ranks, and let each of them train by the answer."""
     read_options()
-    claim = f"{STEPS} clipped steps of two stages are those of one process"
+    claim = f"{len(SIZES)} steps of two stages, two clipped, are those of one process"
     ask_ranks(try_pipeline, train_step, 2, claim)
 
 
@@ -42,14 +45,18 @@ def both_parts() -> list[nn.Module]:
 
 
 def batches() -> list[list[tuple[Tensor, Tensor]]]:
-    """Draw a list of micro-batches for each step, the same on every rank."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(STEPS, sum(SIZES), 6, generator=generator)
-    y = x.sum(-1, keepdim=True).sin()
-    return [
-        list(zip(a.split(SIZES), b.split(SIZES), strict=True))
-        for a, b in zip(x, y, strict=True)
-    ]
+    """Draw a list of micro-batches for each step, the same on every rank.
+
+    The first labels are close to the model's results: that step is not to be clipped.
+    """
+    generator, drawn = torch.Generator().manual_seed(1), []
+    for step, samples in enumerate(SIZES):
+        x = torch.randn(sum(samples), 6, generator=generator)
+        y = x.sum(-1, keepdim=True).sin()
+        if step == 0:
+            y = nn.Sequential(*both_parts())(x).detach() + 0.01 * y
+        drawn.append(list(zip(x.split(samples), y.split(samples), strict=True)))
+    return drawn
 
 
 def train_whole(loss: str, norm: str) -> list[nn.Module]:
@@ -57,11 +64,16 @@ def train_whole(loss: str, norm: str) -> list[nn.Module]:
     parts = both_parts()
     whole = nn.Sequential(*parts)
     optimizer = torch.optim.SGD(whole.parameters(), lr=1.0)
-    clipped = {"whole": [whole], "own": parts, "none": []}[norm]
+    clipped = {"own": parts, "none": []}.get(norm, [whole])
     for micro_batches in batches():
+        samples = sum(len(x) for x, _ in micro_batches)
         for x, y in micro_batches:
-            share = {"part": len(x) / sum(SIZES), "sum": 1, "equal": 1 / len(SIZES)}
+            share = {"part": len(x) / samples, "sum": 1, "ten": len(x) / 10}
+            share["equal"] = 1 / len(micro_batches)
             (mse_loss(whole(x), y) * share[loss]).backward()
+        if norm == "always":
+            for p in whole.parameters():
+                torch.as_tensor(p.grad).mul_(1e6)  # no norm is below the limit now
         for module in clipped:
             nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
         optimizer.step()
@@ -79,7 +91,7 @@ def explain_part(part: nn.Module, rank: int) -> str:
     first = both_parts()[rank].parameters()
     if all(map(torch.equal, part.parameters(), first)):
         return "its weights have not moved"
-    return f"after {STEPS} steps its weights are not one process's"
+    return f"after {len(SIZES)} steps its weights are not one process's"
 
 
 def try_pipeline(train_step: Callable) -> str:

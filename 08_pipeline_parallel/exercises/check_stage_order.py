@@ -16,7 +16,7 @@ def check_stage_order(order_of: Answer) -> None:
     read_options()
     try:
         print(drawn([order_of(stage, *DRAWN) for stage in range(DRAWN[0])]))
-    except (ValueError, TypeError, IndexError):
+    except Exception:
         print("no timeline can be drawn of this")
     for stages, micro_batches in CASES:
         if wrong := explain_orders(order_of, stages, micro_batches):
@@ -29,7 +29,10 @@ def explain_orders(order_of: Answer, stages: int, micro_batches: int) -> str:
     """Say in words what is wrong with the orders of a pipeline, or nothing."""
     orders = []
     for stage in range(stages):
-        calls = order_of(stage, stages, micro_batches)
+        try:
+            calls = order_of(stage, stages, micro_batches)
+        except Exception as error:
+            return f"stage {stage} ends with {error!r}"
         if wrong := explain_calls(calls, micro_batches):
             return f"stage {stage} {wrong}"
         orders.append(calls)
