@@ -102,6 +102,7 @@ def try_steps(answer: StepOnServer) -> str:
                 answer(numbers, torch.full((3, 4), -1 / LR))
                 if not all(future.done() for future in futures):
                     failed = "a step returns before its call has: who waits for it?"
+        torch.futures.wait_all(futures)
     except RuntimeError as error:
         reason = str(error).split(":\n", 1)[-1]  # RPC says first where it was
         failed = f"a call ended with: {reason.splitlines()[0]}"

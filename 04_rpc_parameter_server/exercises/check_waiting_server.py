@@ -132,6 +132,8 @@ def try_server(
     weights = START.clone()
     for step in range(STEPS):
         name, sent = f"{trainers} trainers, step {step + 1}", []
+        if step == STEPS - 1 and (risk := ask(risk_here)):
+            return risk
         for trainer in range(trainers):
             sent.append(send(pushed_gradient(step, trainer)))
             if step == STEPS - 1:
@@ -163,7 +165,7 @@ def try_server(
                 return f"{name}: trainer {trainer} {text}"
         total = sum(pushed_gradient(step, trainer) for trainer in range(trainers))
         weights = weights - LR * total / trainers
-    return ask(risk_here)
+    return ""
 
 
 def try_by_rpc(answer: type) -> str:
