@@ -144,6 +144,21 @@ def waits_for_no_send(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
     return reduce_scatter(tensor, not_waited_for)
 
 
+def receives_into_what_it_sends(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunk = tensor[rank - 1]
+    for hop in range(1, world_size):
+        sending = isend(chunk, (rank + 1) % world_size)
+        dist.recv(chunk, (rank - 1) % world_size)
+        chunk += tensor[(rank - hop - 1) % world_size]
+        sending.wait()
+    return chunk
+
+
+def asks_for_a_chunk_too_many(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
+    return tensor[len(tensor)]
+
+
 def try_answer(answer: Callable[[torch.Tensor, Send], torch.Tensor]) -> str:
     """Let the checker try an answer on this rank."""
     return CHECK.try_reduce_scatter(answer)
@@ -237,6 +252,11 @@ def test_answer_passes(worker_pool: WorkerPool, world_size: int) -> None:
             ["the sum is right, but a send was not waited for: it could get lost"] * 3,
         ),
         (returns_everything, ["it returned 12 numbers; a chunk has 4"] * 3),
+        (
+            receives_into_what_it_sends,
+            ["a chunk changed before its send was waited for: is what arrives"] * 3,
+        ),
+        (asks_for_a_chunk_too_many, ["it ended with: IndexError: index 3 is out"] * 3),
         (returns_nothing, ["it returned NoneType, not a tensor"] * 3),
         # Whose time-out ends first is open; the others then lose their connection.
         (sends_first_and_waits, ["it ended with: "] * 3),
@@ -279,7 +299,7 @@ def with_answer(exercise: str, answer: ModuleType, function: str) -> str:
             answers.uneven_mean,
             "mean_and_std",
             [],
-            "3 ranks agree with one process in 4 cases",
+            "3 ranks agree with one process in 5 cases",
             marks=pytest.mark.slow,
         ),
     ],
@@ -299,6 +319,21 @@ def test_script_with_the_answer_in_it_passes(
     script.write_text(with_answer(exercise, answer, function))
     result = python(script, *words)
     assert (result.returncode, result.output) == (0, f"check: {claim}\n")
+
+
+def test_any_error_is_told_in_one_line(tmp_path: Path) -> None:
+    for module in ("ask_ranks.py", "ranks.py"):
+        (tmp_path / module).write_bytes((ROOT / ROOM / module).read_bytes())
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from ask_ranks import ask_ranks\n\n"
+        "def checker(answer):\n    return answer[0]\n\n"
+        "if __name__ == '__main__':\n    ask_ranks(checker, [], 2, 'never')\n"
+    )
+    result = python(script)
+    said = "it ended with: IndexError: list index out of range (line 4 of mine.py)\n"
+    assert result.output == f"rank 0: {said}rank 1: {said}"
+    assert result.returncode == 1
 
 
 def test_no_answer_stands_in_the_room() -> None:

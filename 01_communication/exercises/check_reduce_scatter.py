@@ -7,6 +7,7 @@ result says how often one rank's part is in it.
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from ask_ranks import ask_ranks, in_words
 from ranks import number, read_options
 
 COLUMNS = 4  # numbers in a chunk
-Send = Callable[[torch.Tensor, int], dist.Work]
+Send = Callable[[torch.Tensor, int], Any]
 ReduceScatter = Callable[[torch.Tensor, Send], torch.Tensor]
 
 
@@ -26,15 +27,33 @@ def check_reduce_scatter(answer: ReduceScatter) -> None:
     ask_ranks(try_reduce_scatter, answer, options.nprocs, claim)
 
 
+class Sending:
+    """A handle that also notes whether what is sent has changed before the wait."""
+
+    def __init__(self, tensor: torch.Tensor, to: int) -> None:
+        """Start to send."""
+        self.tensor, self.before, self.has_changed = tensor, tensor.clone(), False
+        self.handle: Any = dist.isend(tensor, to)
+
+    def __getattr__(self, name: str) -> Any:
+        """Be the handle, in all but `wait`."""
+        return getattr(self.handle, name)
+
+    def wait(self, *arguments: Any) -> bool:
+        """Wait until the tensor may be overwritten."""
+        self.has_changed |= not torch.equal(self.tensor, self.before)
+        return self.handle.wait(*arguments)
+
+
 def try_reduce_scatter(answer: ReduceScatter) -> str:
     """Call the answer once; say in words what is wrong on this rank, or nothing."""
-    sent, handles = Counter(), []
+    sent, sendings = Counter(), []
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    def isend(tensor: torch.Tensor, to: int) -> dist.Work:
+    def isend(tensor: torch.Tensor, to: int) -> Sending:
         sent[to] += tensor.numel()
-        handles.append(dist.isend(tensor, to))
-        return handles[-1]
+        sendings.append(Sending(tensor, to))
+        return sendings[-1]
 
     # float64 holds eight digits exactly, one for each rank; float32 does not.
     chunks = torch.arange(1, world_size + 1, dtype=torch.float64)
@@ -42,10 +61,12 @@ def try_reduce_scatter(answer: ReduceScatter) -> str:
     tensor = (chunks * 10**rank).reshape(world_size, COLUMNS)
     try:
         result = answer(tensor, isend)
-    except RuntimeError as error:
+    except Exception as error:
         return in_words(error)
     found = wrong_chunk(result, sent, rank, world_size)
-    if not found and not all(handle.is_completed() for handle in handles):
+    if any(sending.has_changed for sending in sendings):
+        found = "a chunk changed before its send was waited for: is what arrives in it?"
+    if not found and not all(sending.handle.is_completed() for sending in sendings):
         found = "the sum is right, but a send was not waited for: it could get lost"
     # A rank that left now would break off messages that others still wait for.
     with contextlib.suppress(RuntimeError):

@@ -9,6 +9,7 @@ import re
 import sys
 import textwrap
 import threading
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,8 +22,8 @@ from ranks import end_with_launcher, fail, start_ranks
 Checker = Callable[[Any], str]
 
 
-def in_words(error: RuntimeError) -> str:
-    """Say in one line what a call that failed among the ranks says at length."""
+def in_words(error: Exception) -> str:
+    """Say in one line what an answer has raised, and in which line of its script."""
     text = str(error)
     if "Detected mismatch" in text:
         calls = re.findall(r"OpType=(\w+)(?:, TensorShape=\[([\d, ]*)\])?", text)
@@ -32,7 +33,13 @@ def in_words(error: RuntimeError) -> str:
         return f"waited in a collective for rank {missing[1]}, who did not come"
     if "monitoredBarrier" in text:
         return "waited in a collective, to which not all ranks came"
-    return f"it ended with: {text.split('] ', 1)[-1].splitlines()[0]}"
+    first = (text.split("] ", 1)[-1].splitlines() or [""])[0]
+    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == script]
+    place = f" (line {lines[-1]} of {os.path.basename(script)})" if lines else ""
+    kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
+    return f"it ended with: {kind}{first}{place}"
 
 
 def ask_ranks(checker: Checker, answer: Any, nprocs: int, claim: str) -> None:
@@ -63,7 +70,11 @@ def be_asked(checker: Checker, answer: Any, claim: str) -> None:
     timeout = timedelta(seconds=10)
     place = {"store": store, "rank": rank, "world_size": world_size}
     dist.init_process_group("gloo", timeout=timeout, **place)
-    store.set(f"found {rank}", checker(answer) or "right")
+    try:
+        own = checker(answer)
+    except Exception as error:
+        own = in_words(error)
+    store.set(f"found {rank}", own or "right")
     status = 0
     if rank == 0:
         found = [store.get(f"found {other}").decode() for other in everyone]
