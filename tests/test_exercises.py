@@ -232,6 +232,22 @@ def returns_nothing(own: torch.Tensor) -> None:
     mean_and_std(own)
 
 
+def measures_from_a_pilot(own: torch.Tensor) -> tuple[float, float]:
+    # The last rank's mean, which is nan where that rank has no number.
+    pilot = own.mean()
+    dist.broadcast(pilot, src=2)
+    far = own - pilot
+    total = torch.tensor([far.sum(), far.square().sum(), len(own)])
+    dist.all_reduce(total)
+    mean, square = (total[:2] / total[2]).tolist()
+    return mean + pilot.item(), max(0.0, square - mean**2) ** 0.5
+
+
+def takes_a_root_of_less_than_zero(own: torch.Tensor) -> tuple[float, float]:
+    mean, std = mean_and_std(own)
+    return mean, torch.tensor(-std).sqrt().item()
+
+
 def centres_in_place(own: torch.Tensor) -> tuple[float, float]:
     mean, std = mean_and_std(own)
     own -= mean
@@ -279,6 +295,14 @@ def test_mean(worker_pool: WorkerPool, tmp_path: Path) -> None:
             ],
         ),
         (returns_nothing, ["of 4, 4, 4 numbers: it does not return two numbers"] * 3),
+        (
+            measures_from_a_pilot,
+            ["of 2, 3, 0 numbers: its mean is nan: the mean of no numbers"] * 3,
+        ),
+        (
+            takes_a_root_of_less_than_zero,
+            [f"{no_deviation}nan: the root of less than 0, or that of no"] * 3,
+        ),
         (centres_in_place, ["of 4, 4, 4 numbers: it has changed the numbers"] * 3),
     ]
     answers = [answer for answer, _ in hints]
@@ -358,12 +382,47 @@ def test_buckets(worker_pool: WorkerPool, tmp_path: Path) -> None:
 UNREAD = "        dist.all_reduce(mean)\n"
 
 
-def try_loops(folder: str, repairs: list[str]) -> list[str]:
-    """Put each repair in the place of UNREAD, and let the checker try the loop."""
+def trains_by_ddp(model: torch.nn.Module, batches: list[Any]) -> list[float]:
+    # Which needs a group that does not compare the ranks' calls.
+    ddp_model, losses = DistributedDataParallel(model), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for places, heights in batches:
+        optimizer.zero_grad()
+        loss = F.mse_loss(ddp_model(places), heights)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trains_without_losses(model: torch.nn.Module, batches: list[Any]) -> list[float]:
+    trains_by_ddp(model, batches)
+    return []
+
+
+def trains_to_nan(model: torch.nn.Module, batches: list[Any]) -> list[float]:
+    torch.nn.utils.vector_to_parameters(
+        torch.full((33_153,), torch.nan), model.parameters()
+    )
+    return [0.0] * len(batches)
+
+
+def trains_too_far(model: torch.nn.Module, batches: list[Any]) -> list[float]:
+    return batches[len(batches)]
+
+
+def try_loops(folder: str, repairs: list[Any]) -> list[str]:
+    """Put each repair in the place of UNREAD, and let the checker try the loop.
+
+    A repair that is a function stands for the whole loop.
+    """
     loops, text = [], BROKEN_LOOP.read_text()
     assert text.count(UNREAD) == 1
     sys.modules.setdefault("check_broken_loop", LOOP)
     for repair in repairs:
+        if callable(repair):
+            loops.append(repair)
+            continue
         loop: dict[str, Any] = {"__name__": "broken_loop"}
         exec(text.replace(UNREAD, repair), loop)
         loops.append(loop["train"])
@@ -404,6 +463,12 @@ def test_broken_loop(worker_pool: WorkerPool, tmp_path: Path) -> None:
             ],
         ),
     ]
+    hints += [
+        (trains_by_ddp, [""] * 2),
+        (trains_without_losses, ["it returned [], not a list of 16 losses"] * 2),
+        (trains_to_nan, ["its weights are nan: is each gradient cleared"] * 2),
+        (trains_too_far, ["it ended with: IndexError: list index out of range"] * 2),
+    ]
     repairs = [repair for repair, _ in hints]
     by_rank = worker_pool.run(try_loops, str(tmp_path), repairs, world_size=2)
     expect(by_rank, hints)
@@ -413,7 +478,7 @@ def test_broken_loop(worker_pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def try_accumulation(folder: str, answers: Answers) -> list[str]:
-    return ask(f"{folder}/", ACCUMULATION.try_epoch, answers)
+    return ask(f"{folder}/", ACCUMULATION.try_epochs, answers)
 
 
 def no_sync(ddp_model: DistributedDataParallel, wanted: bool) -> Any:
@@ -431,6 +496,8 @@ def accumulate(
     for number, (inputs, labels) in enumerate(batches, start=1):
         at_end = number == len(batches) and flaw not in {"rest not sent", "no rest"}
         is_last = number % grad_accum_steps == 0 or at_end
+        if flaw == "its numbers written in":
+            is_last = number in (4, 8, 10)
         begun = (number - 1) // grad_accum_steps * grad_accum_steps
         divisor = min(grad_accum_steps, len(batches) - begun)
         if flaw == "always divided by 4":
@@ -445,12 +512,44 @@ def accumulate(
             (loss / divisor).backward()
         if is_last or (flaw == "rest not sent" and number == len(batches)):
             optimizer.step()
+        if flaw == "last not cleared" and number % grad_accum_steps:
+            continue
         if flaw != "never cleared" and (is_last or flaw == "always cleared"):
             optimizer.zero_grad()
 
 
+def accumulate_in_groups(
+    ddp_model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Any],
+    grad_accum_steps: int,
+    flaw: str,
+) -> None:
+    """Take a step for each group of batches; all-reduce by hand; with one flaw."""
+    steps = -(-len(batches) // grad_accum_steps)
+    if flaw == "always one step more":
+        steps = len(batches) // grad_accum_steps + 1
+    for step in range(steps):
+        group = batches[step * grad_accum_steps : (step + 1) * grad_accum_steps]
+        optimizer.zero_grad()
+        if flaw == "one large batch":
+            group = [tuple(map(torch.cat, zip(*group, strict=True)))]
+        last, _ = group[-1]
+        for inputs, labels in group:
+            with ddp_model.no_sync():
+                (F.mse_loss(ddp_model(inputs), labels) / len(group)).backward()
+            for gradient in [
+                p.grad for p in ddp_model.parameters() if p.grad is not None
+            ]:
+                if inputs is last:
+                    dist.all_reduce(gradient, op=dist.ReduceOp.AVG)
+                elif flaw == "by hand after each batch":
+                    dist.all_reduce(gradient.clone())
+        optimizer.step()
+
+
 def test_accumulation(worker_pool: WorkerPool, tmp_path: Path) -> None:
-    of = "the gradient of step"
+    of, second = "the gradient of step", "in an epoch of 6 batches, 3 in a step: "
     hints: Hints = [
         (train_epoch, [""] * 2),
         (EPOCH, ["10 steps, where 3 are due"] * 2),
@@ -466,12 +565,23 @@ def test_accumulation(worker_pool: WorkerPool, tmp_path: Path) -> None:
             "no rest": "2 steps, and the last 2 batches are left over",
             "never cleared": f"{of} 2 still holds that of the step before it",
             "always cleared": f"{of} 1 is that of its last batch alone, divided",
+            "last not cleared": f"{second}{of} 1 still holds that of the step before",
+            "its numbers written in": f"{second}{of} 1 is ",
         }.items()
     ]
     # The comparison above would accept a flaw that this function did not make. And DDP
     # asks for no_sync in the forward pass only.
     for no_flaw in ("", "quiet in forward only"):
         hints.append((functools.partial(accumulate, flaw=no_flaw), [""] * 2))
+    hints += [
+        (functools.partial(accumulate_in_groups, flaw=flaw), [hint] * 2)
+        for flaw, hint in {
+            "": "",
+            "always one step more": f"{second}it ended with: IndexError: list index ",
+            "one large batch": "right, but with 3 forward passes for 10 batches: one",
+            "by hand after each batch": "right, but with 10 all-reduces, where 3 do: o",
+        }.items()
+    ]
     answers = [answer for answer, _ in hints]
     by_rank = worker_pool.run(try_accumulation, str(tmp_path), answers, world_size=2)
     expect(by_rank, hints)
@@ -505,24 +615,34 @@ def train_with_flaw(
         total = torch.zeros(())
         for inputs, labels in loader:
             loss = F.mse_loss(forward(inputs), labels)
-            optimizer.zero_grad()
+            if flaw not in {"clears too late", "never clears"}:
+                optimizer.zero_grad()
             loss.backward()
+            if flaw == "clears too late":
+                optimizer.zero_grad()
             optimizer.step()
             total += loss.detach()
+        if flaw == "index":
+            losses[len(loader)] = total
         if flaw == "sum":
             dist.all_reduce(total)
         elif flaw != "local loss" and (flaw != "rank 0 alone" or rank == 0):
             dist.all_reduce(total, op=dist.ReduceOp.AVG)
         losses.append((total / len(loader)).item())
     model = ddp_model if flaw == "wrapped names" else ddp_model.module
-    if (rank == 0 or flaw == "all save") and flaw != "nobody saves":
-        torch.save(model if flaw == "saves the model" else model.state_dict(), path)
+    saved: Any = model if flaw == "saves the model" else model.state_dict()
+    if flaw == "saves a checkpoint":
+        saved = {"model": saved, "epoch": epochs}
+    saves = rank == 1 if flaw == "rank 1 saves" else rank == 0
+    if (saves or flaw == "all save") and flaw != "nobody saves":
+        torch.save(saved, path)
     return None if flaw == "returns nothing" else losses
 
 
 def test_training(worker_pool: WorkerPool, tmp_path: Path) -> None:
     loss, mean = "the loss of epoch 0 is", "over all ranks 0.448: it is"
     waits = "waited in a collective for rank 1, who did not come"
+    alone = "one process has other weights: 0.weight"
     hints: Hints = [
         (train_and_save, [""] * 2),
         (BROKEN, ["epoch 1 has the order of an epoch before"] * 2),
@@ -539,7 +659,12 @@ def test_training(worker_pool: WorkerPool, tmp_path: Path) -> None:
             ],
             "sum": [f"{loss} 0.896, {mean} the sum over the ranks"] * 2,
             "returns nothing": ["it returned None, not a list of 3 losses"] * 2,
-            "all save": ["", "this rank writes the file too"],
+            "all save": ["2 ranks save: one is enough, and two at once may"] * 2,
+            "rank 1 saves": [""] * 2,
+            "saves a checkpoint": ["the file holds model, epoch: save the state_d"] * 2,
+            "index": ["it ended with: IndexError: list assignment index out of"] * 2,
+            "never clears": [f"{alone} moved 4"] * 2,
+            "clears too late": [f"{alone} moved 0.00 times as far"] * 2,
             "wrapped names": ["the names in the file begin with `module.`"] * 2,
             "saves the model": ["the file holds something else than weights"] * 2,
             "nobody saves": ["nobody has saved the weights"] * 2,
@@ -579,7 +704,7 @@ def stop_with_flaw(
             optimizer.load_state_dict(content["optimizer"])
         if flaw != "forgets the step":
             step = content["step"]
-    last = len(batches) - (flaw == "ends early")
+    begun, last = step, len(batches) - (flaw == "ends early")
     while step < last:
         inputs, labels = batches[step]
         F.mse_loss(ddp_model(inputs), labels).backward()
@@ -602,16 +727,23 @@ def stop_with_flaw(
         if flaw == "never stops":
             continue
         if is_stop:
+            if flaw == "counts from the resume":
+                step -= begun
+            if flaw == "saves the first time only" and path.exists():
+                return
             states = ddp_model.module.state_dict(), optimizer.state_dict()
             content = {"model": states[0], "optimizer": states[1], "step": step}
-            if (rank == 0 or flaw == "all save") and flaw != "nobody saves":
+            saves = rank == 1 if flaw == "rank 1 saves" else rank == 0
+            if (saves or flaw == "all save") and flaw != "nobody saves":
                 torch.save(content, path)
             return
 
 
 def test_stop_and_resume(worker_pool: WorkerPool, tmp_path: Path) -> None:
     other = "its weights are not those of an uninterrupted run"
-    again = "resumed after step 3: this rank took 8 steps, where 5 are due"
+    again = "resumed after step 6: this rank took {} steps, where 6 are due"
+    later = "resumed after step 3, counted from there"
+    told_0, told_1 = (f"it left after step {{}}; rank {r} was told to" for r in (0, 1))
     left = "this rank left after step 3, and another waited for it"
     waited = "rank 0 left after step 3, and this rank waited for it in step 4"
     hints: Hints = [
@@ -623,14 +755,17 @@ def test_stop_and_resume(worker_pool: WorkerPool, tmp_path: Path) -> None:
         for flaw, expected in {
             "": [""] * 2,
             "asks a step late": [""] * 2,
-            "waits for all": ["it left after step 8; rank 0 was told to"] * 2,
-            "listens to rank 1": ["it left after step 8; rank 0 was told to"] * 2,
-            "listens to rank 0": ["it left after step 8; rank 1 was told to"] * 2,
+            "waits for all": [told_0.format(12)] * 2,
+            "listens to rank 1": [told_0.format(12)] * 2,
+            "listens to rank 0": [f"{later}: {told_1.format(9)}"] * 2,
             "forgets the optimizer": [other] * 2,
-            "forgets the step": [again] * 2,
-            "ends early": ["without a signal: this rank took 7 steps"] * 2,
-            "never stops": ["it left after step 8; rank 0 was told to"] * 2,
-            "all save": ["", "this rank writes the file too"],
+            "forgets the step": [again.format(12)] * 2,
+            "counts from the resume": [again.format(9)] * 2,
+            "saves the first time only": [f"{later}: nobody has saved anything"] * 2,
+            "ends early": ["without a signal: this rank took 11 steps"] * 2,
+            "never stops": [told_0.format(12)] * 2,
+            "rank 1 saves": [""] * 2,
+            "all save": ["2 ranks save: one is enough, and two at once may"] * 2,
             "nobody saves": ["nobody has saved anything"] * 2,
         }.items()
     ]
@@ -650,7 +785,7 @@ def fit_with_flaw(
 ) -> Any:
     """Train as the answer does, but for one flaw."""
     rank = dist.get_rank()
-    by_hand = flaw in {"no DDP", "sum", "rank 0's gradient"}
+    by_hand = flaw in {"no DDP", "sum", "rank 0's gradient", "averages each epoch"}
     wrapped = model if by_hand else DistributedDataParallel(model)
     sampler = DistributedSampler(dataset)
     batch_size = 32 if flaw == "batch size of one process" else 16
@@ -663,8 +798,10 @@ def fit_with_flaw(
         if flaw != "forgets the epoch":
             sampler.set_epoch(epoch)
         total = torch.zeros(())
+        optimizer.zero_grad()
         for throws, lengths in loader:
-            optimizer.zero_grad()
+            if flaw != "clears each epoch":
+                optimizer.zero_grad()
             loss = F.mse_loss(forward(throws), lengths)
             (loss / 2 if flaw == "divided twice" else loss).backward()
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -675,14 +812,24 @@ def fit_with_flaw(
                     dist.broadcast(gradient, src=0)
             optimizer.step()
             total += loss.detach()
-            for buffer in model.buffers() if flaw != "buffer" else []:
+            for buffer in [] if "buffer" in flaw else model.buffers():
                 dist.all_reduce(buffer, op=dist.ReduceOp.AVG)
+        if flaw == "averages each epoch":
+            for tensor in model.state_dict().values():
+                dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+        for buffer in model.buffers() if flaw == "buffer each epoch" else []:
+            dist.all_reduce(buffer, op=dist.ReduceOp.AVG)
+        if flaw == "prints the local loss" and rank == 0:
+            print(f"epoch {epoch} | loss {total.item() / len(loader):.3f}")
         if flaw == "sum of losses":
             dist.all_reduce(total)
         elif flaw != "local loss" and (flaw != "rank 0 alone" or rank == 0):
             dist.all_reduce(total, op=dist.ReduceOp.AVG)
         losses.append((total / len(loader)).item())
-        if (rank == 0 or flaw == "all print") and flaw != "nobody prints":
+        prints = rank == 1 if flaw == "rank 1 prints" else rank == 0
+        if flaw in {"nobody prints", "prints the local loss"}:
+            prints = False
+        if prints or flaw == "all print":
             print(f"epoch {epoch} | loss {losses[-1]:.3f}")
     return None if flaw == "returns nothing" else losses
 
@@ -692,6 +839,9 @@ def test_your_own_script(worker_pool: WorkerPool, tmp_path: Path) -> None:
     weight, loss = "after step 1: layers.0.weight moved", "the loss of epoch 0 is"
     differ = f"{weight} {{0: 1.048, 1: 0.952}} times as far: the ranks' weights differ"
     agree = f"{weight} {{{{0: {{}}, 1: {{}}}}}} times as far: "
+    longer = (
+        "a step is right, but after epochs of 4 steps one process has other weights:"
+    )
     waits = "waited in a collective for rank 1, who did not come"
     hints: Hints = [
         (your_own_script.fit, [""] * 2),
@@ -719,8 +869,16 @@ def test_your_own_script(worker_pool: WorkerPool, tmp_path: Path) -> None:
                 f"{loss} 1.628, over all ranks 2.276: it is this rank's local loss",
             ],
             "returns nothing": ["it returned None, not a list of 2 losses"] * 2,
-            "all print": ["", "this rank prints the losses too"],
-            "nobody prints": ["this rank prints 0 lines", ""],
+            "all print": ["the ranks print [2, 2] lines: one prints, a line for"] * 2,
+            "nobody prints": ["the ranks print [0, 0] lines: one prints, a line f"] * 2,
+            "rank 1 prints": [""] * 2,
+            "prints the local loss": [
+                "'epoch 0 | loss 2.923' does not tell the loss over all ranks, 2.276"
+            ]
+            * 2,
+            "clears each epoch": [f"{longer} layers.0.weight moved "] * 2,
+            "averages each epoch": [f"{longer} layers.0.weight moved "] * 2,
+            "buffer each epoch": [longer] * 2,
             "rank 0 alone": [waits, "it ended with: "],
         }.items()
     ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import reduce
 from typing import Any
 from unittest import mock
 
@@ -15,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ask_ranks import ask_ranks, in_words
 from ranks import read_options
 
-WORLD_SIZE, BATCHES, GRAD_ACCUM_STEPS = 2, 10, 4
-NEEDED_STEPS = -(-BATCHES // GRAD_ACCUM_STEPS)
+WORLD_SIZE = 2
+EPOCHS = [(10, 4), (6, 3)]  # the batches of each, and how many of them are in a step
 Batches = list[
     tuple[torch.Tensor, torch.Tensor]
 ]  # of inputs, (4, 8), and labels, (4, 1)
@@ -26,17 +27,20 @@ TrainEpoch = Callable[
 
 
 def check_accumulation(answer: TrainEpoch) -> None:
-    """Start the ranks, and let each of them train for an epoch."""
+    """Start the ranks, and let each of them train for two epochs."""
     read_options()
-    claim = f"{NEEDED_STEPS} gradients on {WORLD_SIZE} ranks are those of one process"
-    ask_ranks(try_epoch, answer, WORLD_SIZE, f"{claim}, each all-reduced once")
+    steps = sum(-(-batches // k) for batches, k in EPOCHS)
+    claim = f"{steps} gradients on {WORLD_SIZE} ranks are those of one process"
+    ask_ranks(try_epochs, answer, WORLD_SIZE, f"{claim}, each all-reduced once")
 
 
-def try_epoch(answer: TrainEpoch) -> str:
-    """Train for an epoch; say what is wrong on this rank, or nothing."""
-    # DDP in a group that reports mismatched calls crashes on torch 2.13.
+def try_epochs(answer: TrainEpoch) -> str:
+    """Train for two epochs; say what is wrong on this rank, or nothing."""
+    # DDP in a group that reports mismatched calls crashes on torch 2.13. So it gets a
+    # group of its own, and so does the checker's own talk.
     dist.set_debug_level(dist.DebugLevel.OFF)
     for_ddp: Any = dist.new_group(timeout=timedelta(seconds=10))
+    aside: Any = dist.new_group(timeout=timedelta(minutes=1))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
     ddp_model = DistributedDataParallel(model, process_group=for_ddp)
@@ -50,42 +54,79 @@ def try_epoch(answer: TrainEpoch) -> str:
 
     ddp_model.register_comm_hook(None, note_and_reduce)
     optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.1)
-    watched = WatchedSteps(model)
-    optimizer.register_step_pre_hook(watched.look)
+    told = [""] * WORLD_SIZE
+    for epoch, (count, k) in enumerate(EPOCHS):
+        sent.clear()
+        mine = try_epoch(answer, ddp_model, optimizer, count, k, sent)
+        dist.all_gather_object(told, mine, group=aside)
+        if any(told):
+            where = f"in an epoch of {count} batches, {k} in a step: " if epoch else ""
+            return f"{where}{mine or 'this rank is right'}"
+    return ""
+
+
+def try_epoch(
+    answer: TrainEpoch,
+    ddp_model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    count: int,
+    k: int,
+    sent: list[int],
+) -> str:
+    """Train on `count` batches, `k` in a step; say what is wrong on this rank."""
+    model, needed, reduced, passes = ddp_model.module, -(-count // k), [], []
+    watched, all_reduce = WatchedSteps(model, count, k), dist.all_reduce
+
+    def note_and_send(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        reduced.append(tensor.nbytes)  # those of `sent` too
+        return all_reduce(tensor, *args, **kwargs)
+
+    looking = optimizer.register_step_pre_hook(watched.look)
+    counting = model.register_forward_hook(lambda *_: passes.append(1))
     no_sync = mock.Mock(side_effect=ddp_model.no_sync)
     try:
-        with mock.patch.object(ddp_model, "no_sync", no_sync):
-            answer(
-                ddp_model, optimizer, draw_batches(dist.get_rank()), GRAD_ACCUM_STEPS
-            )
-    except RuntimeError as error:
+        with (
+            mock.patch.object(ddp_model, "no_sync", no_sync),
+            mock.patch.object(dist, "all_reduce", note_and_send),
+        ):
+            answer(ddp_model, optimizer, draw_batches(dist.get_rank(), count), k)
+    except Exception as error:
         return in_words(error)
-    if watched.steps > NEEDED_STEPS:
-        return f"{watched.steps} steps, where {NEEDED_STEPS} are due"
+    finally:
+        looking.remove()
+        counting.remove()
+    if watched.steps > needed:
+        return f"{watched.steps} steps, where {needed} are due"
     if watched.wrong:
         return watched.wrong
-    if watched.steps < NEEDED_STEPS:
-        left = BATCHES - watched.steps * GRAD_ACCUM_STEPS
+    if watched.steps < needed:
+        left = count - watched.steps * k
         return f"{watched.steps} steps, and the last {left} batches are left over"
-    if len(sent) > NEEDED_STEPS:
-        text = f"right, but with {len(sent)} all-reduces, where {NEEDED_STEPS} do"
-        if no_sync.called:
+    if len(passes) != count:
+        text = f"right, but with {len(passes)} forward passes for {count} batches"
+        return f"{text}: one for each, or a step needs the memory of all"
+    times = round(sum(reduced) / sum(p.nbytes for p in model.parameters()))
+    if times > needed:
+        text = f"right, but with {times} all-reduces, where {needed} do"
+        if no_sync.called and len(sent) > needed:
             return f"{text}: DDP must be in no_sync in the forward pass already"
         return f"{text}: only the last backward of a step has to synchronise"
     return ""
 
 
-def draw_batches(rank: int) -> Batches:
+def draw_batches(rank: int, count: int) -> Batches:
     """Draw a rank's batches of 4 samples; every rank can draw every rank's."""
     generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(BATCHES, 4, 8, generator=generator)
+    x = torch.randn(count, 4, 8, generator=generator)
     return list(zip(x, x.sum(-1, keepdim=True).sin() + rank, strict=True))
 
 
 def batch_gradient(model: nn.Module, batches: Batches) -> torch.Tensor:
     """Return the gradient of the mean loss over some batches as one flat tensor."""
     inputs, labels = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
-    loss = mse_loss(model(inputs), labels)
+    # Layer by layer, for whoever counts the model's forward passes.
+    outputs = reduce(lambda x, layer: layer(x), model.children(), inputs)
+    loss = mse_loss(outputs, labels)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     return torch.cat([gradient.flatten() for gradient in gradients])
 
@@ -98,20 +139,22 @@ def error_of(found: torch.Tensor, right: torch.Tensor) -> float:
 class WatchedSteps:
     """Looks at the gradients whenever the optimizer is about to step."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Take the model whose gradients are looked at."""
-        self.model = model
-        self.by_rank = [draw_batches(rank) for rank in range(WORLD_SIZE)]
-        self.previous = torch.zeros(())
+    def __init__(self, model: nn.Module, count: int, k: int) -> None:
+        """Take the model whose gradients are looked at, `k` of `count` batches each."""
+        self.model, self.count, self.k = model, count, k
+        self.by_rank = [draw_batches(rank, count) for rank in range(WORLD_SIZE)]
+        # What an epoch before may have left.
+        left = [p.grad for p in model.parameters() if p.grad is not None]
+        self.previous = torch.cat([g.flatten() for g in left or [torch.zeros(1)]])
         self.steps = 0
         self.wrong = ""  # the first thing that is wrong with a gradient
 
     def look(self, *_: object) -> None:
         """Compare the gradient with those of one process, right and wrong ones."""
-        start = GRAD_ACCUM_STEPS * self.steps
+        start = self.k * self.steps
         self.steps += 1
-        if start < BATCHES and not self.wrong:
-            self.wrong = self.explain(start, min(start + GRAD_ACCUM_STEPS, BATCHES))
+        if start < self.count and not self.wrong:
+            self.wrong = self.explain(start, min(start + self.k, self.count))
 
     def explain(self, start: int, end: int) -> str:
         """Say what is wrong with the gradient of batches `start` to `end`."""
@@ -128,7 +171,7 @@ class WatchedSteps:
         last = batch_gradient(
             self.model, [batches[end - 1] for batches in self.by_rank]
         )
-        k = GRAD_ACCUM_STEPS
+        k = self.k
         guesses = {
             "": right,
             f" is {count} times too large: add up losses that are divided": right

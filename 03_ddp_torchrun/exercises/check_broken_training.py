@@ -17,10 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
 from ask_ranks import ask_ranks, in_words
-from noted_samples import NotedDataset, by_epoch, explain_order, explain_samples
+from noted_samples import (
+    NotedDataset,
+    by_epoch,
+    explain_order,
+    explain_samples,
+    explain_state,
+)
 from ranks import read_options
 
-WORLD_SIZE, EPOCHS, SAMPLES = 2, 3, 24
+WORLD_SIZE, EPOCHS, SAMPLES, BATCH_SIZE = 2, 3, 24, 4
 PATIENCE = timedelta(seconds=10)  # how long DDP waits for another rank's gradients
 Train = Callable[[DistributedDataParallel, Dataset, int, Path], Any]
 
@@ -70,24 +76,27 @@ def try_training(answer: Train) -> str:
         try:
             with mock.patch.object(torch, "save", save):
                 told = answer(ddp_model, dataset, EPOCHS, path)
-        except RuntimeError as failure:
+        except Exception as failure:
             error = in_words(failure)
         weights = nn.utils.parameters_to_vector(model.parameters()).detach()
-        mine = error, dataset.seen, losses, weights
+        mine = error, dataset.seen, losses, weights, save.call_count
         dist.all_gather_object(everyone, mine, group=aside)
-        errors, seen, noted, by_rank = zip(*everyone, strict=True)
+        errors, seen, noted, by_rank, writes = zip(*everyone, strict=True)
         if any(errors):
             return error or "this rank went on; another waited for it"
         text = (
             explain_samples(seen, SAMPLES, EPOCHS)
             or explain_order(seen[rank], EPOCHS)
             or explain_losses(rank, told, noted)
-            or explain_file(rank, path, save.call_count, by_rank[0])
+            or explain_file(path, sum(map(bool, writes)), by_rank[0])
         )
         dist.barrier(group=aside)  # nobody removes the file while others read it
     if not text and not torch.equal(weights, by_rank[0]):
         return "its weights are not those of rank 0: did DDP see the forward pass?"
-    return text
+    if text or any(not torch.equal(weights, other) for other in by_rank):
+        return text
+    samples, alone = dataset.samples, plain_model()
+    return explain_state(model.state_dict(), alone, samples, seen, BATCH_SIZE)
 
 
 def note_loss(
@@ -117,19 +126,25 @@ def explain_losses(rank: int, told: Any, noted: tuple[list[float], ...]) -> str:
     return ""
 
 
-def explain_file(rank: int, path: Path, writes: int, weights: torch.Tensor) -> str:
-    """Say what is wrong with the file and who wrote it, or nothing."""
-    if rank > 0 and writes:
-        return "this rank writes the file too: two at once may leave a broken one"
+def explain_file(path: Path, writers: int, weights: torch.Tensor) -> str:
+    """Say what is wrong with the file and how many wrote it, or nothing."""
+    if writers > 1:
+        return (
+            f"{writers} ranks save: one is enough, and two at once may break the file"
+        )
     if not path.exists():
         return "nobody has saved the weights at `path`"
     try:
         saved = torch.load(path, weights_only=True)
     except Exception:  # what it raises is no public promise
+        saved = None
+    if not isinstance(saved, dict):
         return "the file holds something else than weights: save a state_dict"
     if any(name.startswith("module.") for name in saved):
         return "the names in the file begin with `module.`: a plain model has none"
     model = plain_model()
+    if set(saved) != set(model.state_dict()):
+        return f"the file holds {', '.join(saved)}: save the state_dict itself"
     model.load_state_dict(saved)
     if not torch.equal(nn.utils.parameters_to_vector(model.parameters()), weights):
         return "the file does not hold the weights at the end"

@@ -18,7 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset, TensorDataset
 
 from ask_ranks import ask_ranks, in_words
-from noted_samples import NotedDataset, by_epoch, explain_order, explain_samples
+from noted_samples import (
+    NotedDataset,
+    by_epoch,
+    explain_order,
+    explain_samples,
+    explain_state,
+)
 from ranks import read_options
 from same_as_one_process import same_as_one_process
 
@@ -59,8 +65,9 @@ def try_script(answer: tuple[BuildModel, Fit]) -> str:
     aside: Any = dist.new_group(timeout=timedelta(minutes=1))
     rank, build = dist.get_rank(), partial(build_alike, answer[0])
     by_rank: list[Any] = [None] * WORLD_SIZE
+    model = build()
     with ddp_in(for_ddp):
-        dist.all_gather_object(by_rank, note_run(build(), answer[1]), group=aside)
+        dist.all_gather_object(by_rank, note_run(model, answer[1]), group=aside)
         errors, seen, steps, losses, told, printed = zip(*by_rank, strict=True)
         if any(errors):
             return errors[rank] or "this rank went on; another waited for it"
@@ -70,13 +77,14 @@ def try_script(answer: tuple[BuildModel, Fit]) -> str:
             return shapes[rank] or "this rank is right"
         try:
             text = explain_training(build, answer[1])
-        except RuntimeError as failure:
+        except Exception as failure:
             return in_words(failure)
     return (
         text
         or explain_order(seen[rank], EPOCHS)
+        or explain_run(model.state_dict(), build(), seen)
         or explain_losses(rank, told[rank], losses)
-        or explain_output(rank, printed[rank])
+        or explain_output(told[rank], printed)
     )
 
 
@@ -107,7 +115,7 @@ def note_run(model: nn.Module, fit: Fit) -> tuple[Any, ...]:
     try:
         with contextlib.redirect_stdout(output):
             told = fit(model, dataset, EPOCHS)
-    except RuntimeError as failure:
+    except Exception as failure:
         error = in_words(failure)
     finally:
         handle.remove()
@@ -157,6 +165,13 @@ def explain_training(build: BuildModel, fit: Fit) -> str:
     return f"{line}: the ranks agree, but not with one process"
 
 
+def explain_run(ours: Any, model: nn.Module, seen: tuple[list[int], ...]) -> str:
+    """Compare what a run of several steps an epoch ended with; say what differs."""
+    text = explain_state(ours, model, draw_throws(), seen, BATCH_SIZE // WORLD_SIZE)
+    epoch = f"epochs of {STEPS // EPOCHS} steps"
+    return f"a step is right, but after {epoch} {text}" if text else ""
+
+
 def explain_shape(told: Any) -> str:
     """Say whether something else than a list of losses was returned, or nothing."""
     if isinstance(told, list) and len(told) == EPOCHS:
@@ -181,11 +196,13 @@ def explain_losses(rank: int, told: list[Any], noted: tuple[list[float], ...]) -
     return ""
 
 
-def explain_output(rank: int, printed: str) -> str:
-    """Say what is wrong with what was printed, or nothing."""
-    lines = len(printed.splitlines())
-    if rank > 0 and lines:
-        return "this rank prints the losses too"
-    if rank == 0 and lines != EPOCHS:
-        return f"this rank prints {lines} lines, and the others none: who reports?"
+def explain_output(told: list[Any], printed: tuple[str, ...]) -> str:
+    """Say what is wrong with what the ranks have printed, or nothing."""
+    counts = [len(output.splitlines()) for output in printed]
+    if sorted(counts) != [0] * (WORLD_SIZE - 1) + [EPOCHS]:
+        return f"the ranks print {counts} lines: one prints, a line for each epoch"
+    for line, loss in zip("".join(printed).splitlines(), told, strict=True):
+        numbers = map(float, re.findall(r"\d+\.\d+", line))
+        if not any(abs(number - loss) < 0.0051 for number in numbers):
+            return f"{line!r} does not tell the loss over all ranks, {loss:.3f}"
     return ""

@@ -1,8 +1,10 @@
-"""A dataset that notes what it is asked for, and what that says about the sampler."""
+"""A dataset that notes what it is asked for, and what that says about the training."""
 
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.functional import mse_loss
 from torch.utils.data import Dataset, TensorDataset
 
 
@@ -28,6 +30,36 @@ def by_epoch(noted: list[Any], epochs: int) -> list[list[Any]]:
     """Cut what was noted during a run into one part for each epoch."""
     length = len(noted) // epochs
     return [noted[length * epoch : length * (epoch + 1)] for epoch in range(epochs)]
+
+
+def explain_state(
+    ours: dict[str, torch.Tensor],
+    model: nn.Module,
+    samples: TensorDataset,
+    seen: tuple[list[int], ...],
+    batch_size: int,
+) -> str:
+    """Say what one process, trained from `model` on what the ranks saw, has other.
+
+    Args:
+        ours: the weights and buffers that the ranks have trained, by name.
+        model: as it was before the training; it is trained here.
+        samples: of which the ranks have seen those with the numbers `seen`, by rank.
+        batch_size: how many samples each rank takes in a step.
+    """
+    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    by_rank = (torch.tensor(own).split(batch_size) for own in seen)
+    for parts in zip(*by_rank, strict=False):
+        inputs, labels = samples[torch.cat(parts)]
+        optimizer.zero_grad()
+        mse_loss(model(inputs), labels).backward()
+        optimizer.step()
+    for name, due in model.state_dict().items():
+        if not torch.allclose(ours[name], due, 1e-4, 1e-5):
+            far = torch.dist(ours[name], first[name]) / torch.dist(due, first[name])
+            return f"one process has other weights: {name} moved {far:.2f} times as far"
+    return ""
 
 
 def explain_samples(seen: tuple[list[int], ...], samples: int, epochs: int) -> str:
