@@ -321,12 +321,17 @@ def fill_buckets(parameters: list[Any], cap: int, flaw: str) -> None:
     """Average gradients as the answer does, but for one flaw."""
     buckets: list[list[torch.Tensor]] = []
     room = 0
+    if flaw == "begins with one":
+        buckets, room = [[]], cap
     for parameter in parameters:
         if parameter.grad is None:
             if flaw == "skips what is None":
                 continue
             parameter.grad = torch.zeros_like(parameter)
-        if not buckets or parameter.numel() > room or flaw == "one for each":
+        full = parameter.numel() > room or flaw == "one for each"
+        if flaw == "an exact fit is too large":
+            full = parameter.numel() >= room
+        if not buckets or full:
             if flaw != "one for all" or not buckets:
                 buckets.append([])
             room = cap
@@ -361,6 +366,8 @@ def test_buckets(worker_pool: WorkerPool, tmp_path: Path) -> None:
             "last layer first": f"{first}the messages have [3, 40, 13, 30, 25] numbers",
             "mixes them up": f"{first}gradient 0 begins with number 5 of gradient 0",
             "does not write back": f"{first}111 numbers were sent, but gradient 0",
+            "an exact fit is too large": "cap 36: the messages have [25, 30, 13, 40",
+            "begins with one": "cap 19: it ended with: ",
         }.items()
     ]
     mine = (

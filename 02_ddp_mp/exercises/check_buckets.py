@@ -19,7 +19,13 @@ WORLD_SIZE = 3
 SHAPES = [(4, 5), (5,), (30,), (2, 3), (7,), (40,), (3,)]
 NEEDED = [25, 30, 13, 40, 3]
 # For each case: the cap, the sizes of the messages, the rank whose gradient 3 is None.
-CASES = [(32, NEEDED, None), (1000, [111], None), (32, NEEDED, 1)]
+CASES: list[tuple[int, list[int], int | None]] = [
+    (32, NEEDED, None),
+    (1000, [111], None),
+    (36, [25, 36, 7, 40, 3], None),  # two fit exactly
+    (19, [20, 5, 30, 13, 40, 3], None),  # the first is too large
+    (32, NEEDED, 1),
+]
 Average = Callable[[list[torch.nn.Parameter], int], None]
 
 
@@ -61,7 +67,7 @@ def try_case(answer: Average, cap: int, needed: list[int], without: int | None) 
     try:
         with mock.patch.object(dist, "all_reduce", note_and_send):
             answer(parameters, cap)
-    except RuntimeError as error:
+    except Exception as error:
         return in_words(error)
     found = [
         explain_gradient(number, parameter.grad, rank, without)
@@ -129,5 +135,6 @@ def explain_messages(sent: list[int], cap: int, needed: list[int]) -> str:
     if len(sent) > len(needed):
         return f"{len(sent)} messages were sent, where {len(needed)} would do"
     if sent != needed:
-        return f"the messages have {sent} numbers, not {needed}: go in the list's order"
+        text = f"the messages have {sent} numbers, not {needed}"
+        return f"{text}: go in the list's order, and fill each"
     return ""
