@@ -17,7 +17,11 @@ from ask_ranks import ask_ranks, in_words
 from ranks import read_options
 
 WORLD_SIZE = 2
-EPOCHS = [(10, 4), (6, 3)]  # the batches of each, and how many of them are in a step
+EPOCHS = [
+    (10, 4),
+    (6, 3),
+    (7, 3),
+]  # the batches of each, and how many of them are in a step
 Batches = list[
     tuple[torch.Tensor, torch.Tensor]
 ]  # of inputs, (4, 8), and labels, (4, 1)
@@ -27,7 +31,7 @@ TrainEpoch = Callable[
 
 
 def check_accumulation(answer: TrainEpoch) -> None:
-    """Start the ranks, and let each of them train for two epochs."""
+    """Start the ranks, and let each of them train for some epochs."""
     read_options()
     steps = sum(-(-batches // k) for batches, k in EPOCHS)
     claim = f"{steps} gradients on {WORLD_SIZE} ranks are those of one process"
@@ -35,7 +39,7 @@ def check_accumulation(answer: TrainEpoch) -> None:
 
 
 def try_epochs(answer: TrainEpoch) -> str:
-    """Train for two epochs; say what is wrong on this rank, or nothing."""
+    """Train for some epochs; say what is wrong on this rank, or nothing."""
     # DDP in a group that reports mismatched calls crashes on torch 2.13. So it gets a
     # group of its own, and so does the checker's own talk.
     dist.set_debug_level(dist.DebugLevel.OFF)

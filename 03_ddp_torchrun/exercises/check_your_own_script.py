@@ -169,7 +169,8 @@ def explain_run(ours: Any, model: nn.Module, seen: tuple[list[int], ...]) -> str
     """Compare what a run of several steps an epoch ended with; say what differs."""
     text = explain_state(ours, model, draw_throws(), seen, BATCH_SIZE // WORLD_SIZE)
     epoch = f"epochs of {STEPS // EPOCHS} steps"
-    return f"a step is right, but after {epoch} {text}" if text else ""
+    text = text and f"a step is right, but after {epoch} {text}"
+    return text and f"{text}: what is done only once an epoch?"
 
 
 def explain_shape(told: Any) -> str:

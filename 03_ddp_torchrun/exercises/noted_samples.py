@@ -57,8 +57,8 @@ def explain_state(
         optimizer.step()
     for name, due in model.state_dict().items():
         if not torch.allclose(ours[name], due, 1e-4, 1e-5):
-            far = torch.dist(ours[name], first[name]) / torch.dist(due, first[name])
-            return f"one process has other weights: {name} moved {far:.2f} times as far"
+            off = 100 * torch.dist(ours[name], due) / torch.dist(due, first[name])
+            return f"one process has another {name}: {off:.3g} % of its way off"
     return ""
 
 
