@@ -4,6 +4,7 @@ Each stub is run by its chapter's README. Here the checkers themselves are calle
 pool's workers, with answers in the place of the stub, many of them in one run.
 """
 
+import ast
 import contextlib
 import functools
 import importlib
@@ -83,6 +84,21 @@ from answers.sharded_adam import ShardedAdam  # noqa: E402
 from answers.stop_and_resume import train_until_told  # noqa: E402
 from answers.uneven_mean import mean_and_std  # noqa: E402
 from answers.waiting_server import push  # noqa: E402
+
+
+def imported_names(path: Path) -> set[str]:
+    nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+    imports = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
+    names = [alias.asname or alias.name for node in imports for alias in node.names]
+    return {name.partition(".")[0] for name in names}
+
+
+def test_an_answer_runs_where_its_page_says_to_write_it() -> None:
+    answers = sorted((ROOT / "tests/support/answers").glob("*.py"))
+    assert len(answers) == 19
+    for answer in answers:
+        (script,) = ROOT.glob(f"0*/exercises/{answer.name}")
+        assert imported_names(answer) <= imported_names(script), script.name
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ Expect: for each rank the first thing that is wrong with what it did, and status
 from pathlib import Path
 
 import torch
+import torch.distributed as dist  # noqa: F401 (for your answer)
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler

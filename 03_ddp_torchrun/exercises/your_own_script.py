@@ -6,9 +6,11 @@ Expect: what is wrong when two ranks run the loop, and status 1; once they train
 """
 
 import torch
+import torch.distributed as dist  # noqa: F401 (for your answer)
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, Dataset
+from torch.nn.parallel import DistributedDataParallel  # noqa: F401 (for your answer)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler  # noqa: F401 (for your answer)
 
 from check_your_own_script import check_script
 

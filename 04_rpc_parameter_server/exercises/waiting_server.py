@@ -4,6 +4,8 @@ Run: python 04_rpc_parameter_server/exercises/waiting_server.py
 Expect: what is still wrong with the answers to the trainers; at last a `check:`.
 """
 
+from typing import Any  # noqa: F401 (for your answer)
+
 import torch
 
 from check_waiting_server import check_waiting_server

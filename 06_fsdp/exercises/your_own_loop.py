@@ -12,6 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,  # noqa: F401 (for your answer)
+    get_model_state_dict,  # noqa: F401 (for your answer)
+)
+from torch.distributed.device_mesh import init_device_mesh  # noqa: F401 (for your answer)
+from torch.distributed.fsdp import fully_shard  # noqa: F401 (for your answer)
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 

@@ -5,6 +5,8 @@ Expect: a line for each of three ranks that says what is still wrong with its re
     with what it sends; once nothing is, a `check:`.
 """
 
+import torch  # noqa: F401 (for your answer)
+import torch.distributed as dist  # noqa: F401 (for your answer)
 from torch import Tensor
 
 from check_decode import check_decode
