@@ -85,7 +85,9 @@ def clip_grad_norm(part: Any, max_norm: float) -> Tensor:
     """
     copy = part.tied_weight() if part.is_last else None
     own = [p.grad for p in part.parameters() if p is not copy and p.grad is not None]
-    squares = get_total_norm(own).square()
+    norm = get_total_norm(own)
+    # At least in float32: in float16 the square of 256 is infinite.
+    squares = norm.to(torch.promote_types(norm.dtype, torch.float32)).square()
     dist.all_reduce(squares)
     norm = squares.sqrt()
     clip_grads_with_norm_(part.parameters(), max_norm, norm)
