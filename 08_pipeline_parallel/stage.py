@@ -6,7 +6,6 @@ Shapes: B samples of a micro-batch, T tokens, D width.
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,7 +22,7 @@ class Stage:
     """
 
     def __init__(self, part: Part) -> None:
-        """Connect a part to the stages before and after it; every rank calls this."""
+        """Connect a part, some of it trained, with its neighbours; all ranks do so."""
         self.part, self.index = part, dist.get_rank()
         self.stages = dist.get_world_size()
         self.is_first, self.is_last = self.index == 0, self.index == self.stages - 1
@@ -41,8 +40,10 @@ class Stage:
     ) -> Tensor:
         """Compute this part's gradients of a batch's mean loss; every rank calls this.
 
-        Every rank passes the same (samples, T) tokens: the first stage reads the inputs
-        and the last the labels. Returns the loss on the last stage, elsewhere 0.
+        Every rank passes the same (samples, T) tokens, each sample with equally many
+        labels that count: the first stage reads the inputs, the last the labels. Call
+        it once a step: a second run would add up a tied matrix's sums again. Returns
+        the loss on the last stage, elsewhere 0.
         """
         parts = (tokens.split(micro_batch_size) for tokens in (inputs, labels))
         self.micro_batches = list(zip(*parts, strict=True))
@@ -75,22 +76,24 @@ class Stage:
     def backward(self, i: int) -> None:
         """Receive the gradient of what forward(i) sent; send that of what it received.
 
-        Gradients of the parameters add up over the micro-batches. Every stage has to
-        take them in the order 0, 1, 2: the wait for a gradient that was sent ends when
-        the stage before is at that micro-batch, and it needs no later one to get there.
+        Gradients of the parameters add up over the micro-batches. Call this in the
+        order 0, 1, 2 on every stage: before a stage sends gradient i, it waits until
+        the stage before has received gradient i - 1.
         """
         x, y = self.in_flight.pop(i)
         gradient = None
         if not self.is_last:
-            gradient = torch.empty_like(y)
+            gradient = y.new_empty(y.shape)  # contiguous, even if y is not
             dist.recv(gradient, self.index + 1, group=self.gradients)
             # Returns at once: the gradient shows that the activations arrived.
-            self.sending.pop(f"F{i}")[0].wait()
+            work, _ = self.sending.pop(f"F{i}")  # the tensor lives until it is sent
+            work.wait()
         self.compute_backward(i, y, gradient)
         if x.grad is not None:  # tokens have none
             # Wait for the last one first: then at most one is under way, and not m.
             if i > 0:
-                self.sending.pop(f"B{i - 1}")[0].wait()
+                work, _ = self.sending.pop(f"B{i - 1}")
+                work.wait()
             self.send(f"B{i}", x.grad, self.index - 1, self.gradients)
 
     def compute_forward(self, i: int, x: Tensor, labels: Tensor) -> Tensor:
@@ -102,7 +105,6 @@ class Stage:
         y.backward(gradient)
 
     def send(self, call: str, tensor: Tensor, to: int, group: Any) -> None:
-        """Begin to send; `run` waits for the end, so that computing goes on here."""
+        """Begin to send; a later call waits for the end, and computing goes on."""
         tensor = tensor.contiguous()
-        # A tensor must live until it has been sent.
         self.sending[call] = (dist.isend(tensor, to, group=group), tensor)

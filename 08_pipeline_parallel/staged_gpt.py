@@ -47,11 +47,10 @@ def check_cut(options: Namespace, global_batch_size: int, ranks: int) -> None:
             f"a global batch size of {global_batch_size} does not divide by "
             f"--batch-size={options.batch_size}: micro-batches must be equal"
         )
-    if options.schedule == "GPipe":
-        return
-    if count < ranks:
+    if options.schedule == "1F1B" and count < ranks:
         raise ValueError(f"{count} micro-batch(es) are too few for {ranks} ranks")
-    if "Interleaved" in options.schedule and count % (rounds := count // ranks):
+    rounds = max(1, count // ranks)
+    if "Interleaved" in options.schedule and count % rounds:
         raise ValueError(f"{count} micro-batches do not divide into {rounds} rounds")
 
 

@@ -2,7 +2,7 @@
 
 Run: torchrun --nproc-per-node=2 08_pipeline_parallel/train.py
 Expect: the losses of one process with the same global batch size. --schedule chooses
-    the order, and --checkpoint=gpt.pt resumes a run, also one of chapter 03's train.py.
+    the order; --checkpoint=gpt.pt resumes a run, also one of chapter 03 without --amp.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def main(options: argparse.Namespace) -> None:
         stages if len(stages) > 1 else stages[0],
         n_microbatches=n,
         loss_fn=lambda *both: staged_gpt.token_loss(*both) / n,
-        # Each stage would divide its gradients: twice if two of a rank's tie a matrix.
+        # Each of a rank's stages would divide its gradients, a tied matrix's twice.
         scale_grads=False,
     )
     tally = data.Tally(train_set, loader.sampler)

@@ -38,7 +38,7 @@ def train_by_schedule(stage: Stage, schedule: Callable, batches: Tensor) -> None
 def main() -> None:
     """Train by each schedule, count what is in flight, compare with one process."""
     device = join(at_least=2, at_most=CONFIG.layers)
-    alone, errors, count = weights_of_one_process(device), [], 0
+    alone, errors = weights_of_one_process(device), []
     for name, schedule in SCHEDULES.items():
         model, batches = model_and_batches(device)
         cut = even_cut(CONFIG.layers, dist.get_world_size())
@@ -48,9 +48,8 @@ def main() -> None:
         say(f"{name:14} | blocks {cut}, in flight at most {in_flight}, by stage")
         weights = stage.part.state_dict()
         errors += [torch.dist(p, alone[key]).item() for key, p in weights.items()]
-        count += sum(gather(len(weights)))
-    is_same = all(error < 1e-12 for error in errors)
-    check(is_same, f"{count} tensors after {STEPS} steps are one process's")
+    is_same, count = all(error < 1e-12 for error in errors), gather(len(errors))
+    check(is_same, f"{sum(count)} tensors after {STEPS} steps are one process's")
     leave()
 
 

@@ -1,6 +1,7 @@
 """Chapter 08: layers on several ranks train what one process trains."""
 
 import contextlib
+import functools
 import io
 import itertools
 import re
@@ -8,6 +9,7 @@ import sys
 import weakref
 from argparse import Namespace
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -90,6 +92,8 @@ def test_timeline_of_one_batch_on_two_stages() -> None:
 def test_timeline_refuses_stages_that_wait_for_each_other() -> None:
     with pytest.raises(ValueError, match="wait for each other"):
         timelines().timeline([["F0", "B0", "F1", "B1"], ["F0", "F1", "B0", "B1"]])
+    with pytest.raises(ValueError, match="wait for each other"):  # the last stage's B0
+        timelines().timeline([["F0", "B0"], ["B0", "F0"]])
 
 
 def test_cut_leaves_no_stage_empty() -> None:
@@ -322,12 +326,143 @@ def test_a_stage_holds_the_activations_that_are_in_flight(
     assert [max(alive) for alive in others] == [3, 2]
 
 
+class Sent:
+    """A message of which the sender must keep the tensor until it has waited."""
+
+    def __init__(self, tensor: Tensor, to: int, group: Any) -> None:
+        """Send a copy, so that nothing but the sender keeps the tensor."""
+        assert not tensor.requires_grad
+        self.tensor, self.to, self.group = weakref.ref(tensor), to, group
+        self.work, self.kept = real_isend(tensor.clone(), to, group=group), list[bool]()
+
+    def wait(self) -> None:
+        """Note whether the tensor is still there."""
+        self.kept.append(self.tensor() is not None)
+        self.work.wait()
+
+
+real_isend: Any = dist.isend
+
+
+class Transposed(script("part").Part):
+    """Sends activations that are not contiguous."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Change the order of the values in memory."""
+        y = super().forward(x, labels)
+        return y if self.is_last else y.mT.contiguous().mT
+
+
+def messages_of_a_step() -> tuple[list[tuple[int, list[bool]]], int, float]:
+    """Return to whom and how each message went, in how many groups, and the error."""
+    case, module, sent = Case("one_f_one_b", [1, 1, 1], 5, 1), script("stage"), []
+
+    def isend(tensor: Tensor, to: int, group: Any) -> Sent:
+        sent.append(Sent(tensor, to, group))
+        return sent[-1]
+
+    model, batch = whole_model(case), tokens_of(case)[0]
+    stage = module.Stage(Transposed(whole_model(case), dist.get_rank(), case.cut))
+    with mock.patch.object(dist, "isend", isend):
+        stage.run(schedule_of(case.schedule), batch[:, :-1], batch[:, 1:], 1)
+    model(batch[:, :-1], batch[:, 1:]).backward()
+    named: Any = dict(model.named_parameters(remove_duplicate=False))
+    far = [(p.grad - named[name].grad).abs().max() for name, p in named_of(stage)]
+    groups = {(one.to > dist.get_rank(), id(one.group)) for one in sent}
+    assert len(groups) == len({group for _, group in groups})  # none for both ways
+    found = [(one.to, one.kept) for one in sent]
+    return found, len(groups), torch.stack(far).max().item()
+
+
+def named_of(stage: Any) -> list[tuple[str, Any]]:
+    """Return a stage's parameters by their names."""
+    return list(stage.part.named_parameters())
+
+
+def test_a_stage_waits_once_for_each_message_and_keeps_its_tensor_until_then(
+    worker_pool: WorkerPool,
+) -> None:
+    first, middle, last = worker_pool.run(messages_of_a_step, world_size=3)
+    assert first[0] == [(1, [True])] * 5 and last[0] == [(1, [True])] * 5
+    assert sorted(middle[0]) == [(0, [True])] * 5 + [(2, [True])] * 5
+    assert [groups for _, groups, _ in (first, middle, last)] == [1, 2, 1]
+    assert max(far for *_, far in (first, middle, last)) < 1e-14
+
+
+def gradients_of_runs(tied: bool, runs: int, ignored: int = 0) -> dict[str, float]:
+    """Run a step's passes so often; how many times one process's is each gradient?"""
+    case, module = Case("gpipe", [1, 1], 4, 2, tied=tied), script("stage")
+    model, batch = whole_model(case), tokens_of(case)[0]
+    inputs, labels = batch[:, :-1], batch[:, 1:].clone()
+    labels[:1, :ignored] = -100
+    stage = module.Stage(module.Part(whole_model(case), dist.get_rank(), case.cut))
+    for _ in range(runs):
+        stage.run(schedule_of("gpipe"), inputs, labels, 2)
+    model(inputs, labels).backward()
+    named: Any = dict(model.named_parameters(remove_duplicate=False))
+    norms = {name: p.grad.norm().item() for name, p in named_of(stage)}
+    return {name: norm / named[name].grad.norm().item() for name, norm in norms.items()}
+
+
+def test_a_second_run_before_a_step_adds_to_a_tied_sum_again(
+    worker_pool: WorkerPool,
+) -> None:
+    ends, seen = {"token_embedding.weight", "head.weight"}, 0
+    for tied in (False, True):
+        for found in worker_pool.run(gradients_of_runs, tied, 2):
+            due = {name: 3 if tied and name in ends else 2 for name in found}
+            assert found == pytest.approx(due)
+            seen += 1
+    assert seen == 4
+
+
+def test_samples_need_equally_many_labels(worker_pool: WorkerPool) -> None:
+    ends = worker_pool.run(gradients_of_runs, False, 1, 6)
+    far = [max(abs(x - 1) for x in found.values()) for found in ends]
+    assert len(far) == 2 and min(far) > 0.01
+
+
+def clipped(dtype: torch.dtype, is_frozen: bool) -> tuple[float, str, Any]:
+    """Clip gradients of 400 on each of two stages; return norm, type and gradients."""
+    part: Any = nn.Linear(4, 4).to(dtype)
+    part.tied_weight, part.is_last = lambda: None, dist.get_rank() == 1
+    part.weight.grad = torch.full((4, 4), 100.0, dtype=dtype)
+    part.bias.grad = None if is_frozen else torch.zeros(4, dtype=dtype)
+    norm = script("part").clip_grad_norm(part, 1.0)
+    return norm.item(), str(norm.dtype), part.weight.grad[0, 0].item()
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
+def test_norms_beyond_256_are_clipped_in_every_precision(
+    worker_pool: WorkerPool, kind: torch.dtype
+) -> None:
+    whole = 400 * 2**0.5
+    wide = "torch.float64" if kind == torch.float64 else "torch.float32"
+    ends = [*worker_pool.run(clipped, kind, False)]
+    ends += worker_pool.run(clipped, kind, True)
+    assert len(ends) == 4
+    for norm, dtype, gradient in ends:
+        assert norm == pytest.approx(whole) and dtype == wide
+        assert gradient == pytest.approx(100 / whole, rel=1e-2)
+
+
 # --- The lessons, whole and broken. ----------
 
 
 def local_norm(part: nn.Module, max_norm: float) -> Tensor:
     """Clip as one would without a pipeline."""
     return nn.utils.clip_grad_norm_(part.parameters(), max_norm)
+
+
+def without_the_last_backward(stage: Any, micro_batches: int) -> None:
+    """Be GPipe, but for one micro-batch's gradient."""
+    for i in range(micro_batches):
+        stage.forward(i)
+    for i in range(micro_batches - 1):
+        stage.backward(i)
+    stage.in_flight.clear()
 
 
 def unweighted(self: Any, i: int, x: Tensor, labels: Tensor) -> Tensor:
@@ -337,6 +472,11 @@ def unweighted(self: Any, i: int, x: Tensor, labels: Tensor) -> Tensor:
 
 # What is replaced: a module, a name in it, and by what.
 FAULTS: dict[str, tuple[str, str, Any]] = {
+    "a faulty GPipe": (
+        "train_stages",
+        "SCHEDULES",
+        {**script("comparison").SCHEDULES, "gpipe.py": without_the_last_backward},
+    ),
     "norm of one stage": ("train_stages", "clip_grad_norm", local_norm),
     "tied gradients apart": ("stage", "add_tied_gradients", lambda part, ends: None),
     "all micro-batches alike": ("stage.Stage", "compute_forward", unweighted),
@@ -357,6 +497,15 @@ def end_of(name: str, fault: str = "") -> tuple[Any, str]:
             target = script(place.split(".")[0])
             target = getattr(target, place.split(".")[1]) if "." in place else target
             stack.enter_context(mock.patch.object(target, replaced, by))
+        elif fault == "last parameter":  # two_stages: half of its gradient
+            right = module.forward_and_backward
+
+            def halves_one(part: Any, *tokens: Tensor) -> None:
+                right(part, *tokens)
+                list(part.parameters())[-1].grad /= 2
+
+            fake = mock.patch.object(module, "forward_and_backward", halves_one)
+            stack.enter_context(fake)
         elif fault:  # two_stages: what travels is wrong
             kind = {"activations": 0, "gradient": 1}[fault]
             send = dist.send
@@ -431,12 +580,13 @@ def test_faults_move_the_weights_as_far_as_the_page_says(
 
 def test_two_stages_as_the_page_has_it(worker_pool: WorkerPool) -> None:
     ends = worker_pool.run(end_of, "two_stages")
-    assert ends[0][1].endswith("gradients of two stages are one process's\n")
+    assert ends[0][1].endswith("45 gradients of two stages are one process's\n")
     assert [status for status, _ in ends] == [0, 0] and ends[1][1] == ""
 
 
 @pytest.mark.parametrize(
-    ("fault", "ranks"), [("activations", "[0, 1]"), ("gradient", "[0]")]
+    ("fault", "ranks"),
+    [("activations", "[0, 1]"), ("gradient", "[0]"), ("last parameter", "[0, 1]")],
 )
 def test_two_stages_notices(worker_pool: WorkerPool, fault: str, ranks: str) -> None:
     ends = worker_pool.run(end_of, "two_stages", fault)
@@ -552,6 +702,8 @@ def test_train_gives_the_weights_of_one_rank(
     assert [run.status for run in runs] == [0] * world_size, runs[0].output
     said = f"{world_size} rank(s), a gradient"
     assert said in runs[0].output.splitlines()[-1]
+    (losses,) = re.findall(r"validation: (\S+) .* before, (\S+) ", runs[0].output)
+    assert float(losses[0]) > float(losses[1]) + 0.1
     ours = weights_in(tmp_path / "gpt.pt")
     assert list(ours) == list(alone) and len(alone) > 30
     torch.testing.assert_close(ours, alone, rtol=1e-3, atol=1e-5)
@@ -571,6 +723,31 @@ def divided_by_two_stages() -> float:
 def test_each_stage_divides_its_gradients(worker_pool: WorkerPool) -> None:
     # Why train.py, whose two stages of a rank may have the tied matrix, divides itself.
     assert worker_pool.run(divided_by_two_stages) == [1.0, 1.0]
+
+
+def errors_of_a_step(text: Path, is_halved: bool) -> float:
+    """Compare a step in training mode, with dropout, with one process's gradient."""
+    staged, data = script("staged_gpt"), script("data")
+    sizes = {"block_size": 8, "width": 16, "layers": 2, "heads": 2, "dropout": 0.3}
+    model = staged.StagedGPT(staged.GPT(staged.GPTConfig(**sizes)), "GPipe").train()
+
+    def add_gradients(micro_batches: list) -> None:
+        ((_, *tokens),) = micro_batches
+        model.parts["0"](*tokens).backward()
+        if is_halved:
+            list(model.parameters())[-2].grad /= 2
+
+    dataset = data.WindowDataset(data.load_text(text, 8)[0], 8, 16)
+    return staged.largest_error(model, add_gradients, dataset, 16)
+
+
+def test_largest_error_is_of_all_parameters_and_without_dropout(
+    worker_pool: WorkerPool, text: Path
+) -> None:
+    (error,) = worker_pool.run(errors_of_a_step, text, False, world_size=1)
+    assert error < 1e-6
+    (error,) = worker_pool.run(errors_of_a_step, text, True, world_size=1)
+    assert error > 1e-4
 
 
 def train_with_tied_gradients_apart(*words: str) -> Run:
@@ -596,13 +773,51 @@ def test_train_notices_a_gradient_that_is_not_one_processs(
 def test_train_makes_the_calls_of_the_lessons_1f1b(
     worker_pool: WorkerPool, words: list[str]
 ) -> None:
-    more = [*words, "--max-steps=1"]
+    more = [*words, "--max-steps=1", "--seed=5"]
     runs = worker_pool.run(run_train, CHAPTER, *more, world_size=4)
     assert len(runs) == 4
     for index, run in enumerate(runs):
         first_step = [call for stage, call in run.calls if stage == index][:8]
         assert " ".join(first_step) == order("one_f_one_b", index, 4, 4)
-    assert [run.seed for run in runs] == [0, 1, 2, 3]  # each draws its own masks
+    assert [run.seed for run in runs] == [5, 6, 7, 8]  # each draws its own masks
+
+
+def rates_and_log(*words: str) -> tuple[list[float], list[dict[str, float]], str]:
+    """Run train.py; return the rates that make the utilisation, the log, the output."""
+    staged, checkpoint = script("staged_gpt"), script("checkpoint")
+    rates, logged = [], []
+
+    def utilisation(self: Any, rate: float, device: torch.device) -> str:
+        rates.append(rate)
+        return ""
+
+    def open_log(*_: Any) -> Callable:
+        return lambda step, **values: logged.append(values)
+
+    with (
+        mock.patch.object(staged.StagedGPT, "utilisation", utilisation),
+        mock.patch.object(checkpoint, "open_log", open_log),
+    ):
+        return rates, logged, run_train(CHAPTER, *words).output
+
+
+def test_a_rank_uses_its_part_of_the_rate_and_the_log_has_the_learning_rate(
+    worker_pool: WorkerPool, words: list[str]
+) -> None:
+    (rates, logged, said), _ = worker_pool.run(rates_and_log, *words)
+    assert len(rates) == len(logged) == 3
+    lr_factor = script("train").lr_factor
+    for step, (rate, values) in enumerate(zip(rates, logged, strict=True), start=1):
+        assert f"step {step:3} of 3 | mean loss {values['loss']:.3f}" in said
+        assert values["tokens_per_second"] == pytest.approx(2 * rate)
+        assert values["lr"] == pytest.approx(0.01 * lr_factor(step, 3))
+
+
+def test_learning_rate_is_the_same_in_every_train_py() -> None:
+    chapters = ["03_ddp_torchrun", "06_fsdp", "07_tensor_parallel", CHAPTER]
+    texts = [(ROOT / chapter / "train.py").read_text() for chapter in chapters]
+    found = [re.findall(r"^def lr_factor.*?(?=^def )", x, re.M | re.S) for x in texts]
+    assert len(found) == 4 and found == [found[0]] * 4 and "0.45" in found[0][0]
 
 
 def run_until(chapter: str, words: list[str], stop_after: int) -> Run:
@@ -613,33 +828,35 @@ def run_until(chapter: str, words: list[str], stop_after: int) -> Run:
 def test_checkpoint_goes_from_03_to_08_and_back(
     worker_pool: WorkerPool, text: Path, tmp_path: Path
 ) -> None:
-    words = [*TINY, "--layers=3", f"--text={text}", "--lr=0.01"]
+    # Two epochs of two steps.
+    words = [*TINY, "--layers=3", f"--text={text}", "--lr=0.01", "--seed=1"]
+    words += ["--samples=32", "--max-epochs=2"]
     uninterrupted, path = tmp_path / "uninterrupted.pt", tmp_path / "gpt.pt"
-    legs = [
-        (CHAPTER, 3, 0, uninterrupted),
-        ("03_ddp_torchrun", 1, 1, path),
-        (CHAPTER, 3, 2, path),
-        ("03_ddp_torchrun", 1, 0, path),
+    legs: list[tuple[str, int, int, Path, list[str]]] = [
+        (CHAPTER, 3, 0, uninterrupted, []),
+        ("03_ddp_torchrun", 1, 1, path, []),
+        (CHAPTER, 3, 2, path, []),
+        ("03_ddp_torchrun", 1, 3, path, []),
+        (CHAPTER, 3, 0, path, ["--batch-size=2"]),  # of a micro-batch: eight in a step
     ]
-    assert len(legs) == 4
-    uneven, runs, losses = [*words, f"--checkpoint={path}", "--batch-size=3"], [], []
-    for chapter, n, stop_after, file in legs:
-        runs = worker_pool.run(
-            run_until,
-            chapter,
-            [*words, f"--checkpoint={file}"],
-            stop_after,
-            world_size=n,
-        )
+    uneven, losses, said = [*words, f"--checkpoint={path}", "--batch-size=3"], [], []
+    for chapter, n, stop_after, file, more in legs:
+        every = [*words, f"--checkpoint={file}", *more]
+        runs = worker_pool.run(run_until, chapter, every, stop_after, world_size=n)
         assert [run.status for run in runs] == [0] * n, runs[0].output
         losses.append(re.findall(r"mean loss (\S+)", runs[0].output))
+        said.append(runs[0].output)
         if stop_after == 1:
             (refused,) = worker_pool.run(run_until, CHAPTER, uneven, 0, world_size=1)
             assert refused.status == 2
             assert "micro-batches must be equal" in refused.output
-    assert "step 2, global batch size 16" in runs[0].output
-    assert "16 x 3 = 48 different samples" in runs[0].output
-    assert len(losses[0]) == 3 and losses[0] == [
+            other = [*every, "--lr=0.02"]
+            (refused,) = worker_pool.run(run_until, CHAPTER, other, 0, world_size=1)
+            assert refused.status == 2 and "with --lr=0.01, this" in refused.output
+    assert "step 3, global batch size 16" in said[4]
+    ends = [text.count("16 x 2 = 32 different samples") for text in said]
+    assert ends == [2, 0, 1, 0, 1]
+    assert len(losses[0]) == 4 and losses[0] == [
         loss for leg in losses[1:] for loss in leg
     ]
     expected, found = (
@@ -664,6 +881,7 @@ def test_checkpoint_goes_from_03_to_08_and_back(
         ("GPipe", 2, 60, "micro-batches must be equal"),
         ("1F1B", 2, 16, r"1 micro-batch\(es\) are too few for 2 ranks"),
         ("Interleaved1F1B", 4, 112, "7 micro-batches do not divide into 3 rounds"),
+        ("InterleavedZeroBubble", 4, 112, "7 micro-batches do not divide into 3"),
     ],
 )
 def test_too_few_or_unequal_parts_are_refused(
@@ -675,6 +893,82 @@ def test_too_few_or_unequal_parts_are_refused(
         check_cut(options, samples, 2)
     options.layers = 8
     check_cut(options, 64, 2)
+
+
+def fewer_than_ranks(schedule: str, micro_batches: int) -> tuple[str, float]:
+    """Step with so many micro-batches: PyTorch's refusal, or the gradients' error."""
+    staged, train = script("staged_gpt"), script("train")
+    sizes = {"block_size": 4, "width": 8, "layers": 6, "heads": 1}
+    torch.manual_seed(0)
+    whole = staged.GPT(staged.GPTConfig(**sizes))
+    model, count = staged.StagedGPT(whole, schedule), micro_batches
+    stages: Any = [
+        PipelineStage(part, int(i), len(model.owners), CPU)
+        for i, part in model.parts.items()
+    ]
+    try:
+        pipeline = train.get_schedule_class(schedule)(
+            stages if len(stages) > 1 else stages[0],
+            n_microbatches=count,
+            loss_fn=lambda *both: staged.token_loss(*both) / count,
+            scale_grads=False,
+        )
+    except ValueError as error:
+        return str(error), 0.0
+    step = functools.partial(train.add_gradients, pipeline, model)
+    text = torch.arange(100, dtype=torch.uint8)
+    dataset = script("data").WindowDataset(text, 4, count)
+    return "", staged.largest_error(model, step, dataset, count)
+
+
+@pytest.mark.parametrize("schedule", list(script("staged_gpt").PLACES))
+def test_1f1b_alone_wants_as_many_micro_batches_as_ranks(
+    worker_pool: WorkerPool, schedule: str
+) -> None:
+    for count in (1, 2):
+        options = Namespace(schedule=schedule, layers=6, batch_size=1)
+        ends = worker_pool.run(fewer_than_ranks, schedule, count, world_size=3)
+        if schedule == "1F1B":
+            assert all("or equal to the number of stages" in said for said, _ in ends)
+            with pytest.raises(ValueError, match="too few for 3 ranks"):
+                script("staged_gpt").check_cut(options, count, 3)
+        else:
+            assert [said for said, _ in ends] == ["", "", ""]
+            assert max(error for _, error in ends) < 1e-6
+            script("staged_gpt").check_cut(options, count, 3)
+
+
+def step_of_unequal_parts() -> str:
+    """Give a schedule of PyTorch five samples as two micro-batches."""
+    index, stages = dist.get_rank(), dist.get_world_size()
+    group: Any = dist.new_group(timeout=timedelta(seconds=2))
+    stage = PipelineStage(nn.Linear(2, 2), index, stages, CPU, group=group)
+    loss: Any = nn.functional.mse_loss
+    schedule = script("train").get_schedule_class("GPipe")(stage, 2, loss_fn=loss)
+    inputs = [torch.ones(5, 2)] if index == 0 else []
+    try:
+        schedule.step(*inputs, target=torch.ones(5, 2) if index == stages - 1 else None)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_unequal_micro_batches_fail_from_two_ranks_on(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(step_of_unequal_parts, world_size=1) == [""]
+    waited, failed = worker_pool.run(step_of_unequal_parts)
+    assert waited and "(3) must match the size of tensor b (2)" in failed
+
+
+def test_a_run_with_amp_does_not_resume_here(
+    worker_pool: WorkerPool, words: list[str], tmp_path: Path
+) -> None:
+    words = [*words, f"--checkpoint={tmp_path / 'gpt.pt'}", "--max-steps=1"]
+    (run,) = worker_pool.run(
+        run_train, "03_ddp_torchrun", *words, "--amp", world_size=1
+    )
+    assert run.status == 0, run.output
+    (refused,) = worker_pool.run(run_train, CHAPTER, *words, world_size=1)
+    assert refused.status == 2 and "from a run with --amp=True" in refused.output
 
 
 def test_train_refuses_in_one_line(worker_pool: WorkerPool, text: Path) -> None:
