@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from answers import broken_pipeline, stage_order
@@ -81,13 +83,38 @@ def bubbles_in(text: str) -> dict[str, tuple[float, float, float, list[float]]]:
 
 
 @pytest.fixture(scope="module")
-def four_ranks(worker_pool: WorkerPool) -> dict[str, Any]:
+def timelines_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where bubble.py writes the timelines that `four_ranks` shows."""
+    return tmp_path_factory.mktemp("bubble") / "timelines.json"
+
+
+@pytest.fixture(scope="module")
+def four_ranks(worker_pool: WorkerPool, timelines_file: Path) -> dict[str, Any]:
     """Record all schedules on four ranks with 8 micro-batches, once for all tests."""
-    ends = worker_pool.run(bubble_of, ["--ms=5"], world_size=4)
+    words = ["--ms=5", f"--json={timelines_file}"]
+    ends = worker_pool.run(bubble_of, words, world_size=4)
     assert [code for code, _ in ends] == [0] * 4, ends
     rows = bubbles_in(ends[0][1])
     assert len(rows) == 7
     return rows
+
+
+def test_measured_shares_are_those_of_the_timelines_written(
+    four_ranks: dict[str, Any], timelines_file: Path
+) -> None:
+    written = json.loads(timelines_file.read_text())
+    assert (written["p"], written["m"], written["unit"]) == (4, 8, 0.005)  # seconds
+    idle_share = script(BUBBLE, "timelines").idle_share
+    shares = {name: 100 * idle_share(rows) for name, rows in written["spans"].items()}
+    measured = {name: row[2] for name, row in four_ranks.items()}
+    assert measured == pytest.approx(shares, abs=0.06)
+
+
+def test_ranks_begin_the_step_that_is_timed_together() -> None:
+    timed, calls = script(BUBBLE, "timed_stages"), []
+    with mock.patch.object(dist, "barrier", lambda: calls.append("barrier")):
+        timed.run_twice(lambda: calls.append("step"), timed.Clock(), 1.0)
+    assert calls == ["step", "barrier", "step"]
 
 
 def test_idle_share_of_each_order_is_its_formula_s(four_ranks: dict[str, Any]) -> None:
@@ -163,6 +190,14 @@ def test_zero_bubble_formula_wants_enough_micro_batches(
     assert [kept for _, kept in ends[0]] == [[4] * 4, [5.5] * 4, [4] * 4]
 
 
+def test_with_p_micro_batches_interleaving_keeps_no_more_than_1f1b_on_rank_0(
+    worker_pool: WorkerPool,
+) -> None:
+    (_, kept), *_ = worker_pool.run(shares_of, "Interleaved1F1B", (4,), world_size=4)[0]
+    assert kept[0] == 4  # as with 1F1B, which keeps 3, 2 and 1 on the others
+    assert kept[1] > 3 and kept[2] > 2 and kept[3] > 1
+
+
 def test_interleaved_schedules_refuse_some_numbers_of_micro_batches(
     worker_pool: WorkerPool,
 ) -> None:
@@ -196,6 +231,12 @@ def test_bubble_notices(worker_pool: WorkerPool, fault: str) -> None:
     ends = worker_pool.run(bubble_of, ["--ms=1"], fault, world_size=2)
     assert [code for code, _ in ends] == [1, 1]
     assert "not so: 7 orders" in ends[0][1]
+
+
+def test_rounds_are_micro_batches_for_each_rank(worker_pool: WorkerPool) -> None:
+    ends = worker_pool.run(bubble_of, ["--ms=1", "--rounds=3"], world_size=2)
+    assert ends[0][1].startswith("2 ranks, 6 micro-batches of 1 ms forward")
+    assert bubbles_in(ends[0][1])["gpipe.py"][3] == [6, 6]
 
 
 @pytest.mark.slow
@@ -412,25 +453,63 @@ def test_last_stage_steps_too_early_in_silence(
     assert (failed, ended) == (1, 0) and first > second + 0.01
 
 
+def end_of_second_backward(stage: Any, forward: Callable, step: Callable) -> str:
+    """Step between two backward passes; return the error of the second, or nothing."""
+    ys = [forward(stage).sum() for _ in range(2)]
+    ys[0].backward()
+    before = [p.detach().clone() for p in stage.parameters()]
+    step(list(stage.parameters()))
+    assert not torch.equal(before[-1], list(stage.parameters())[-1])
+    try:
+        ys[1].backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def in_bfloat16(stage: Any) -> torch.Tensor:
+    """Run a stage under autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return stage(torch.ones(4, 3))
+
+
+def computed_again(stage: Any) -> Any:
+    """Run a stage that keeps no activations."""
+    return checkpoint(stage, torch.ones(4, 3), use_reentrant=False)
+
+
+def through_data(parameters: list[Any]) -> None:
+    """Step as some optimizers do."""
+    for p in parameters:
+        p.data.add_(p.grad, alpha=-0.1)
+
+
+def by(kind: Callable, fused: bool = False) -> Callable:
+    """Step by an optimizer."""
+    return lambda parameters: kind(parameters, lr=0.1, fused=fused).step()
+
+
 def test_autograd_overlooks_a_fused_step() -> None:
-    ends = {}
-    for kind in (torch.optim.SGD, torch.optim.AdamW):
-        for fused in (False, True):
-            stage: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-            optimizer = kind(stage.parameters(), lr=0.1, fused=fused)
-            ys = [stage(torch.ones(4, 3)).sum() for _ in range(2)]
-            ys[0].backward()
-            before = stage[1].weight.detach().clone()
-            optimizer.step()
-            assert not torch.equal(before, stage[1].weight)
-            try:
-                ys[1].backward()
-                ends[kind, fused] = ""
-            except RuntimeError as error:
-                ends[kind, fused] = str(error)
-    assert len(ends) == 4
-    for (_, fused), said in ends.items():
-        assert ("modified by an inplace operation" in said) == (not fused)
+    def two() -> Any:
+        return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def one_pass(stage: Any) -> Any:
+        return stage(torch.ones(4, 3))
+
+    sgd, adam = torch.optim.SGD, torch.optim.AdamW
+    noticed = [(two(), one_pass, by(sgd)), (two(), one_pass, by(adam))]
+    silent = [
+        (two(), one_pass, by(sgd, fused=True)),
+        (two(), one_pass, by(adam, fused=True)),
+        (two(), one_pass, through_data),
+        (two(), in_bfloat16, by(sgd)),
+        (two(), computed_again, by(sgd)),
+        (nn.Linear(3, 3), one_pass, by(sgd)),  # that comes first: x needs no gradient
+        (nn.Embedding(5, 3), lambda table: table(torch.tensor([1])), by(sgd)),
+    ]
+    first, second = (end_of_second_backward(*case) for case in noticed)
+    assert "modified by an inplace operation" in first and first[:70] == second[:70]
+    assert [end_of_second_backward(*case) for case in silent] == [""] * 7
 
 
 def test_batch_norm_sees_micro_batches(
@@ -496,26 +575,36 @@ def test_equal_blocks_are_not_equal_stages(worker_pool: WorkerPool) -> None:
     assert float(head) > 2 and uneven[0] > uneven[1] and float(fast) < float(slow)
 
 
-def balanced_with_known_times() -> str:
-    """Run balance.py where layers and steps take what is given here, in seconds."""
+def balanced_with_known_times() -> tuple[str, list[Any]]:
+    """Run balance.py where layers and steps take what is given here, in seconds.
+
+    By rank 1's own times its head is fast. Also returns which cuts were run, and of how
+    many samples what was measured.
+    """
     balance = script(BALANCE, "balance")
-    known = [0.001, *[0.002] * 8, 0.012]
-    steps = mock.Mock(side_effect=[0.128, 0.123])
-    with mock.patch.multiple(
-        balance, layer_seconds=lambda *_: known, step_seconds=steps
-    ):
-        return run_here(BALANCE, "balance")[1]
+    known = [0.001, *[0.002] * 8, 0.012 if dist.get_rank() == 0 else 0.001]
+    layers, steps = mock.Mock(return_value=known), mock.Mock(side_effect=[0.128, 0.123])
+    with mock.patch.multiple(balance, layer_seconds=layers, step_seconds=steps):
+        said = run_here(BALANCE, "balance")[1]
+    (_, inputs, labels), _ = layers.call_args
+    ran = [
+        (blocks, len(tokens), n) for (_, blocks, tokens, n), _ in steps.call_args_list
+    ]
+    return said, [len(inputs), len(labels), *ran]
 
 
 def test_times_of_a_cut_are_sums_of_its_layers_in_milliseconds(
     worker_pool: WorkerPool,
 ) -> None:
-    lines = worker_pool.run(balanced_with_known_times)[0].splitlines()
+    (said, ran), (_, ran_there) = worker_pool.run(balanced_with_known_times)
+    lines = said.splitlines()
     # A half of a block, and six blocks. Four blocks and the head take 8 + 12 ms; seven
     # with the embedding 1 + 14, one with the head 2 + 12.
     assert lines[0] == "embedding 0.5, head 6.0 times a block"
     assert lines[1] == "even: blocks [4, 4], slowest stage 20.0 ms, step 128"
     assert lines[2] == "best: blocks [7, 1], slowest stage 15.0 ms, step 123"
+    # A layer is measured with a micro-batch, a step with four; rank 0's times cut.
+    assert ran == ran_there == [4, 4, ([4, 4], 16, 4), ([7, 1], 16, 4)]
 
 
 def clock_of(seconds: list[float]) -> SimpleNamespace:
@@ -543,11 +632,11 @@ def step_of_known_seconds() -> float:
     cuts = script(BALANCE, "cuts")
     config = cuts.GPTConfig(block_size=4, width=8, layers=2, heads=2, tied=False)
     clock = clock_of([x * (1.0 + dist.get_rank()) for x in (1, 4, 3, 5)])
-    with (
-        mock.patch.object(cuts, "time", clock),
-        mock.patch.object(cuts, "Stage", mock.Mock()),
-    ):
-        return cuts.step_seconds(config, [1, 1], torch.zeros(2, 5), 1)
+    stage = mock.Mock()
+    with mock.patch.multiple(cuts, time=clock, Stage=stage):
+        seconds = cuts.step_seconds(config, [1, 1], torch.zeros(2, 5), 1)
+    assert [call.args[3] for call in stage().run.mock_calls] == [1] * 4
+    return seconds
 
 
 def test_a_step_takes_the_slower_rank_s_time_but_for_the_first(
@@ -631,6 +720,22 @@ def test_bytes_of_three_ways_and_where_they_cross(worker_pool: WorkerPool) -> No
         assert sent[samples] == shown
     assert min(sent[8], key=sent[8].__getitem__) == "pipeline"
     assert min(sent[128], key=sent[128].__getitem__) == "data"
+
+
+def bytes_of_a_pipeline(tied: bool) -> float:
+    """Return what this rank sends in a step of eight samples."""
+    ways = script(LINK, "ways")
+    sizes = {"block_size": 16, "width": 32, "layers": 2, "heads": 4}
+    step = ways.pipeline_parallel(ways.GPT(ways.GPTConfig(**sizes, tied=tied)))
+    with script(LINK, "counted_sends").CountedSends() as sent:
+        step(torch.zeros(8, 17, dtype=torch.int64))
+    return sent.bytes
+
+
+def test_a_tied_pipeline_sends_its_matrix_too(worker_pool: WorkerPool) -> None:
+    activations, matrix = 4 * 8 * 16 * 32, 4 * 256 * 32
+    assert worker_pool.run(bytes_of_a_pipeline, False) == [activations] * 2
+    assert worker_pool.run(bytes_of_a_pipeline, True) == [activations + matrix] * 2
 
 
 def messages_of_a_pipeline() -> tuple[str, list[tuple[int, ...]]]:
