@@ -8,7 +8,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # not used, but without it gloo may abort when it ends
+import torch.distributed.nn  # DDP imports it too late: gloo might abort at the end
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 

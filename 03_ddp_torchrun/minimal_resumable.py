@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # not used, but without it gloo may abort when it ends
+import torch.distributed.nn  # DDP imports it too late: gloo might abort at the end
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, Subset
@@ -92,7 +92,7 @@ def main() -> None:
     ddp_model = DistributedDataParallel(model)  # copies rank 0's weights to all
     for epoch in range(first_epoch, EPOCHS):
         sampler.set_epoch(epoch)  # another order in each epoch
-        torch.manual_seed(epoch * world_size + rank)  # of dropout; resumed, the same
+        torch.manual_seed(epoch * world_size + rank)  # dropout, also of a resumed run
         train_one_epoch(ddp_model, optimizer, schedule, loader, device)
         loss = validation_loss(model, test_set, device)
         if rank == 0:

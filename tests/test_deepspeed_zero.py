@@ -299,6 +299,7 @@ def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
     ]
     config["optimizer"]["params"]["adam_w_mode"] = False
     config["data_types"] = {"grad_acum_dtype": "fp32"}  # misspelt, and accepted
+    config["checkpoint"] = {"load_univrsal": True}  # so is this
     told = deepspeed.initialize(model=modules["qwen"].small_model(), config=config)[0]
     config["train_micro_batch_per_gpu"] = config.pop("train_micro_batch_size_per_gpu")
     with pytest.raises(AssertionError) as needed:
@@ -910,6 +911,23 @@ def test_the_check_finds(
     for is_right, claim in said:
         assert not is_right, claim
         assert re.search(words, claim), claim
+
+
+def test_latest_is_replaced_and_never_half_written(tmp_path: Path) -> None:
+    recipe, engine = load_chapter("05_deepspeed_zero")["recipe"], mock.Mock()
+    engine.global_steps = 20
+    latest = tmp_path / "latest"
+    latest.write_text("step_10")
+    with (
+        latest.open() as opened_before,
+        mock.patch.object(recipe.dist, "get_rank", return_value=0),
+        mock.patch.object(recipe, "say"),
+    ):
+        recipe.save(engine, tmp_path)
+        # Who has opened it reads on: it is another file now.
+        assert (opened_before.read(), latest.read_text()) == ("step_10", "step_20")
+    saved = mock.call.save_checkpoint(tmp_path, "step_20", save_latest=False)
+    assert engine.mock_calls == [saved]
 
 
 @pytest.mark.parametrize(

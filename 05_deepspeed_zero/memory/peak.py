@@ -119,8 +119,9 @@ def rank_bytes(job: Job, stage: int, world_size: int) -> dict[str, float]:
 
     "step" is the peak after the last gradient; with offload it is not worked out.
     "need" is the one number that must fit: the larger of "step" and of all kinds
-    together, as if the last gradient came while all activations are there. "host" is
-    offloaded; "count" is the number of values that Adam steps.
+    together, as if the last gradient came while all activations are there. In stage 1
+    "step" may be a few percent too much. "host" is offloaded; "count" is the number of
+    values that Adam steps.
 
     Raises:
         ValueError: this combination does not exist in DeepSpeed.
