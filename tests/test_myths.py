@@ -278,6 +278,16 @@ def test_torchrun_knows_no_master_address(capsys: pytest.CaptureFixture[str]) ->
         assert parser.parse_args([right, "train.py"]).master_addr == "10.0.0.1"
 
 
+def test_torchrun_s_options_stand_before_the_script() -> None:
+    # Page 03's table says so: after it, they are the script's, and one rank is started.
+    parsed = get_args_parser().parse_args(["minimal.py", "--nproc-per-node=2"])
+    assert parsed.nproc_per_node == "1"
+    assert parsed.training_script_args == ["--nproc-per-node=2"]
+    assert "`--nproc-per-node=2` *before* the script's name" in (
+        ROOT / "03_ddp_torchrun/README.md"
+    ).read_text("utf-8")
+
+
 MEET = """
 import sys
 from datetime import timedelta
