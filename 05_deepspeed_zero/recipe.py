@@ -86,7 +86,7 @@ def main(options: argparse.Namespace) -> None:
     engine = deepspeed.initialize(model=model, config=CONFIG)[0]
     folder = options.checkpoints
     if (folder / "latest").exists():
-        engine.load_checkpoint(folder)
+        engine.load_checkpoint(folder)  # without one: (None, None), and a warning
     loss = evaluate(engine, held_out)
     say(f"from step {engine.global_steps} | held-out loss {loss:.4f}")
     train_and_save(engine, tokens, folder)

@@ -279,6 +279,30 @@ def plain_backward_moves(stage: int, precision: str, micro_batches: int) -> bool
     return all(moved) and all(map(torch.equal, plain, own))
 
 
+def load_checkpoints(folder: str) -> tuple[Any, ...]:
+    """Load where nothing is, and what was saved with a state of one's own."""
+    modules = prepare()
+    import deepspeed
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}},
+    }
+    modules["deepspeed_setup"].prepare(config)
+    model = modules["qwen"].small_model()
+    engine: Any = deepspeed.initialize(model=model, config=config)[0]
+    nothing = engine.load_checkpoint(f"{folder}/nothing")
+    engine.save_checkpoint(folder, "a", client_state={"epoch": 3})
+    return *nothing, engine.load_checkpoint(folder)[1]["epoch"]
+
+
+def test_load_checkpoint_returns_nothing_or_a_state_of_one_s_own(
+    zero_pools: Pools, tmp_path: Path
+) -> None:
+    found = zero_pools(1).run(load_checkpoints, str(tmp_path), world_size=1)
+    assert found == [(None, None, 3)]
+
+
 def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
     """Leave out what is often taken for harmless to leave out."""
     modules = prepare()

@@ -477,6 +477,58 @@ def test_master_addr_is_that_of_host_0_on_every_host(
     assert ("rank 0 of 2" in result.output) is (status == 0)
 
 
+# --- 06: FSDP. ----------
+
+
+def moments_loaded_from_ddp() -> dict[str, tuple[int, int]]:
+    """Load a plain AdamW's state into a sharded one; count moments that are right."""
+    from torch.distributed.checkpoint import state_dict as states
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def new_model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+    plain = new_model()
+    adam = torch.optim.AdamW(plain.parameters())
+    plain(torch.ones(3, 4)).sum().backward()
+    adam.step()
+    numbered, names = adam.state_dict(), [name for name, _ in plain.named_parameters()]
+    named = {
+        "state": {names[i]: state for i, state in numbered["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[i] for i in group["params"]]}
+            for group in numbered["param_groups"]
+        ],
+    }
+    options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    found, mesh = {}, init_device_mesh("cpu", (dist.get_world_size(),))
+    for way, saved in (("numbers", numbered), ("names", named)):
+        model: Any = fully_shard(new_model(), mesh=mesh)
+        sharded = torch.optim.AdamW(model.parameters())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            on_rank_0: Any = saved if dist.get_rank() == 0 else {}
+            states.set_optimizer_state_dict(model, sharded, on_rank_0, options=options)
+        right = [
+            torch.equal(sharded.state[p]["exp_avg"].full_tensor(), state["exp_avg"])
+            for p, state in zip(
+                model.parameters(), numbered["state"].values(), strict=True
+            )
+            if "exp_avg" in sharded.state[p]
+        ]
+        found[way] = (sum(right), len(numbered["state"]))
+    return found
+
+
+def test_numbered_optimizer_state_is_not_found_and_nobody_is_told(
+    worker_pool: WorkerPool,
+) -> None:
+    found = worker_pool.run(moments_loaded_from_ddp)
+    assert found == [{"numbers": (0, 4), "names": (4, 4)}] * 2
+
+
 # --- 04: RPC. ----------
 
 BOTH = """

@@ -90,6 +90,6 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    folder = {"type": Path, "default": Path("saved"), "help": "of the shards"}
+    folder = {"type": Path, "default": Path("saved/shards"), "help": "of the shards"}
     stage = {"type": int, "choices": (1, 2, 3), "default": 2, "help": "ZeRO's"}
     start_ranks(main, 1, read_options(folder=folder, stage=stage, **SETUP_OPTIONS))

@@ -75,6 +75,6 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    folder = {"type": Path, "default": Path("saved"), "help": "for the shards"}
+    folder = {"type": Path, "default": Path("saved/shards"), "help": "for the shards"}
     stage = {"type": int, "choices": (1, 2, 3), "default": 1, "help": "ZeRO's"}
     start_ranks(main, 2, read_options(folder=folder, stage=stage, **SETUP_OPTIONS))
