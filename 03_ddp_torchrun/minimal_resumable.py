@@ -85,7 +85,7 @@ def main() -> None:
             for name, part in parts.items():
                 part.load_state_dict(saved[name])
         except (KeyError, RuntimeError, ValueError):
-            sys.exit(f"{FILE} is of another model or optimizer: delete it")
+            sys.exit(f"{FILE} is of another model or optimizer: move it away")
         first_epoch = saved["epoch"]
     if rank == 0:
         print(f"{world_size} ranks on {device.type}: epochs {first_epoch} to {EPOCHS}")

@@ -248,7 +248,7 @@ def test_a_checkpoint_of_another_model_is_named(
         torch.save(state, path)
         before = path.read_bytes()
         (said,) = worker_pool.run(refusal, str(tmp_path), 16, world_size=1)
-        name = "resumable.pt is of another model or optimizer: delete it"
+        name = "resumable.pt is of another model or optimizer: move it away"
         assert str(said).endswith(name)
         assert path.read_bytes() == before
 

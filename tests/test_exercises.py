@@ -961,6 +961,14 @@ def locks_too_late(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
     rpc.rpc_sync("server", looks_before_it_locks, args=arguments)
 
 
+def add_to_data(numbers: torch.Tensor, amount: torch.Tensor) -> None:
+    LOST.TABLE.data.index_add_(0, numbers, amount)
+
+
+def locks_no_data(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
+    rpc.rpc_sync("server", add_to_data, args=(numbers, -LOST.LR * gradient))
+
+
 def waits_for_nothing(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
     rpc.rpc_async("server", add_to_rows, args=(numbers, -LOST.LR * gradient))
 
@@ -1018,6 +1026,7 @@ def test_steps_by_rpc(worker_pool: WorkerPool, tmp_path: Path) -> None:
         ),
         (waits_for_its_call, ["", "", ""]),
         (locks_nothing, ["", *[unlocked] * 2]),
+        (locks_no_data, ["", *[unlocked] * 2]),
         (locks_too_early, ["", *[unlocked] * 2]),
         (locks_too_late, ["", *[unlocked] * 2]),
         (

@@ -52,8 +52,8 @@ class GuardedTable(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Count, and call what was to be called; its shape is free to read."""
-        if cls.lock.holder != threading.get_ident() and func.__name__ != "__get__":
-            cls.unlocked += 1
+        is_locked = cls.lock.holder == threading.get_ident()
+        cls.unlocked += not is_locked and func != torch.Tensor.shape.__get__
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
