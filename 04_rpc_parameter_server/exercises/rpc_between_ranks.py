@@ -42,6 +42,9 @@ class CountingLock:
         self.release()
 
 
+SHAPE: Any = torch.Tensor.shape  # of a table, which may be read without its lock
+
+
 class GuardedTable(torch.Tensor):
     """A tensor that counts its uses by threads which do not hold its lock."""
 
@@ -53,7 +56,7 @@ class GuardedTable(torch.Tensor):
     ) -> Any:
         """Count, and call what was to be called; its shape is free to read."""
         is_locked = cls.lock.holder == threading.get_ident()
-        cls.unlocked += not is_locked and func != torch.Tensor.shape.__get__
+        cls.unlocked += not is_locked and func != SHAPE.__get__
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
