@@ -8,9 +8,9 @@ import atexit
 import contextlib
 import gc
 import hashlib
-import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,10 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-
-# DDP imports this module. Imported after the group was made, it keeps the group as a
-# default argument, and Python ends with `terminate called without an active exception`.
-import torch.distributed.nn
+import torch.distributed.nn  # DDP imports it too late: gloo might abort at the end
 import torch.multiprocessing as mp
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -96,7 +93,7 @@ def join(at_least: int = 1, at_most: int = 2**20, only_cpu: bool = False):
     five minutes at most for the others. The lesson needs `at_least` ranks and can show
     `at_most`; with `only_cpu` it uses the CPU and gloo even where there are GPUs.
     """
-    if not has_options and multiprocessing.parent_process() is None:
+    if not has_options and mp.parent_process() is None:
         read_options()
     script, nproc = os.path.relpath(sys.argv[0]), min(max(2, at_least), at_most)
     start = f"start it with torchrun --nproc-per-node={nproc} {script}"
@@ -139,9 +136,14 @@ def tie_to_launcher() -> None:
 
 def end_with_launcher() -> None:
     """Wait until the process that started this rank has ended, then end too."""
-    launcher = getattr(multiprocessing.parent_process(), "pid", None) or os.getppid()
-    while os.getppid() == launcher:
-        time.sleep(0.5)
+    launcher = getattr(mp.parent_process(), "pid", None) or os.getppid()
+    with contextlib.suppress(ConnectionRefusedError):
+        # If the launcher held the store, and ended before this line, nothing answers.
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            socket.create_connection(place).close()
+        while os.getppid() == launcher:
+            time.sleep(0.5)
     os._exit(1)
 
 
@@ -168,8 +170,7 @@ def same_on_all_ranks(tensors: Iterable[torch.Tensor]) -> bool:
 
 def check(is_right: bool | torch.Tensor, claim: str) -> None:
     """Print the claim if every rank found it true, else end; every rank calls this."""
-    wrong = [rank for rank, right in enumerate(gather(bool(is_right))) if not right]
-    if wrong:
+    if wrong := [r for r, right in enumerate(gather(bool(is_right))) if not right]:
         say(f"check failed on ranks {wrong}, not so: {claim}", file=sys.stderr)
         leave()
         sys.exit(1)
@@ -191,8 +192,7 @@ def start_ranks(main: Callable[..., None], nprocs: int, *arguments: Any) -> None
 
 def be_local_rank(rank: int, ranks: int, port: int, main: Any, arguments: Any) -> None:
     """Be one of the ranks of `start_ranks`: set what torchrun sets, then begin."""
-    for name, value in zip(ENVIRONMENT, (rank, ranks) * 2, strict=True):
-        os.environ[name] = str(value)
+    os.environ |= dict(zip(ENVIRONMENT, map(str, (rank, ranks) * 2), strict=True))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the parent holds the store
     if "OMP_NUM_THREADS" not in os.environ:

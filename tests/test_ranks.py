@@ -435,6 +435,7 @@ def test_rank_that_ends_ends_the_run(
         pytest.param(signal.SIGINT, "here", "python", marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, "here", "python", marks=pytest.mark.slow),
         (signal.SIGKILL, "children", "python"),
+        (signal.SIGKILL, "children", "torchrun"),
         (signal.SIGKILL, "here", "torchrun"),
     ],
 )
