@@ -96,7 +96,7 @@ def main() -> None:
         train_one_epoch(ddp_model, optimizer, schedule, loader, device)
         loss = validation_loss(model, test_set, device)
         if rank == 0:
-            print(f"epoch {epoch} | validation loss {loss:.3f}")
+            print(f"epoch {epoch} | validation loss {loss:.3f}", flush=True)
             state = {name: part.state_dict() for name, part in parts.items()}
             torch.save({**state, "epoch": epoch + 1}, FILE.with_suffix(".tmp"))
             FILE.with_suffix(".tmp").replace(FILE)  # the whole new file, or the old

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from launch import ROOT, deepspeed
 from scripts import load_apart, load_chapter
@@ -20,6 +22,7 @@ from zero_ranks import Pools, forget_earlier_group
 pytestmark = pytest.mark.filterwarnings("error")
 
 SMALL = {"layers": 1, "width": 32, "heads": 2}
+FILE = "resumable.pt"  # what minimal_resumable.py saves, and chapter 06's takes up
 
 
 def train(
@@ -314,6 +317,163 @@ def test_each_sample_counts_once_in_an_evaluation(worker_pool: WorkerPool) -> No
     assert len(by_rank) == 2
     for by_hand, evaluated in by_rank:
         assert evaluated == pytest.approx(by_hand, rel=1e-6)
+
+
+# --- Sharded: resumed from DCP's folders, or from the file of a run of DDP. ----------
+
+
+def sharded(folder: str, lost: str = "", **sizes: Any) -> tuple[str, str]:
+    """Run chapter 06's minimal_resumable.py there, a smaller GPT.
+
+    Return what it prints, and the exit message. `lost` is what it does not take up.
+    """
+    module: Any = load_chapter("06_fsdp")["minimal_resumable"]
+    config = partial(module.GPTConfig, **{**SMALL, **sizes})
+    local_size = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+    output, real = io.StringIO(), module.states.set_optimizer_state_dict
+    places: Any = {"FOLDER": Path(folder, "sharded"), "DDP_FILE": Path(folder, FILE)}
+
+    def set_adam(model: Any, optimizer: Any, state: Any, options: Any) -> None:
+        if lost != "adam":
+            real(model, optimizer, state, options=options)
+
+    with contextlib.ExitStack() as stack:
+        for patch in (
+            mock.patch.dict(os.environ, local_size),
+            mock.patch.object(torch.distributed, "init_process_group"),
+            mock.patch.multiple(module, GPTConfig=config, **places),
+            mock.patch.object(module.states, "set_optimizer_state_dict", set_adam),
+            contextlib.redirect_stdout(output),
+        ):
+            stack.enter_context(patch)
+        if lost == "order":
+            sampler = module.DistributedSampler
+            stack.enter_context(mock.patch.object(sampler, "set_epoch"))
+        if lost == "schedule":
+            patch = mock.patch.object(module.LambdaLR, "load_state_dict")
+            stack.enter_context(patch)
+        try:
+            module.main()
+        except SystemExit as stop:
+            return output.getvalue(), str(stop.code)
+    return output.getvalue(), ""
+
+
+def whole_state(folder: Path, epoch: int) -> dict[str, Any]:
+    """Read a folder of shards as one process's state, without a group."""
+    file = folder / "whole.pt"
+    dcp_to_torch_save(folder / "sharded" / f"epoch_{epoch:03}", file)
+    return torch.load(file)
+
+
+def same_bits(one: dict[str, Any], other: dict[str, Any]) -> list[bool]:
+    """Compare the weights and both of Adam's moments, by name."""
+    moments = [
+        torch.equal(one["adam"]["state"][name][moment], values[moment])
+        for name, values in other["adam"]["state"].items()
+        for moment in ("exp_avg", "exp_avg_sq", "step")
+    ]
+    weights = [torch.equal(one["model"][n], w) for n, w in other["model"].items()]
+    return weights + moments
+
+
+def test_a_sharded_run_that_died_resumes_from_the_newest_whole_folder(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    (said, _), other = worker_pool.run(sharded, str(tmp_path), world_size=2)
+    begins, *epochs = said.splitlines()
+    assert begins == "2 ranks on cpu: epochs 0 to 2"
+    assert [line[:20] for line in epochs] == [f"epoch {n} | mean loss " for n in (0, 1)]
+    assert other == ("", "")  # rank 1 is silent
+    first, expected = whole_state(tmp_path, 1), whole_state(tmp_path, 2)
+    assert (first["epoch"], expected["epoch"]) == (1, 2)
+    assert not all(same_bits(first, expected))
+    # The second save breaks off: all shards are there, and no index of them.
+    (tmp_path / "sharded" / "epoch_002" / ".metadata").unlink()
+    (then, _), _ = worker_pool.run(sharded, str(tmp_path), world_size=2)
+    assert then.splitlines() == ["2 ranks on cpu: epochs 1 to 2", *epochs[1:]]
+    same = same_bits(whole_state(tmp_path, 2), expected)
+    assert len(same) == 15 + 3 * 14 and all(same)
+    # A run that has ended does no more; on other ranks too.
+    for ranks in (1, 2):
+        (end, _), *_ = worker_pool.run(sharded, str(tmp_path), world_size=ranks)
+        assert end == f"{ranks} ranks on cpu: epochs 2 to 2\n"
+
+
+@pytest.fixture(scope="module")
+def ddp_runs(
+    worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], Path]:
+    """Train with DDP; return how a whole run ends, and the file of one that died."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("whole", "died")]
+    for folder, dies_in in zip(folders, ("", "evaluate"), strict=True):
+        words = (str(folder), 0.0, 16, dies_in)
+        worker_pool.run(resumable, *words, world_size=2)
+    return torch.load(folders[0] / FILE), folders[1] / FILE
+
+
+@pytest.mark.parametrize("lost", ["", "adam", "schedule", "order"])
+def test_fsdp_ends_a_run_of_ddp_as_ddp_does(
+    worker_pool: WorkerPool,
+    ddp_runs: tuple[dict[str, Any], Path],
+    tmp_path: Path,
+    lost: str,
+) -> None:
+    expected, file = ddp_runs
+    shutil.copy(file, tmp_path / FILE)
+    before = (tmp_path / FILE).read_bytes()
+    (said, _), _ = worker_pool.run(sharded, str(tmp_path), lost, world_size=2)
+    assert said.splitlines()[0] == "2 ranks on cpu: epochs 1 to 2"
+    ended = whole_state(tmp_path, 2)
+    apart = (weights_of(ended) - weights_of(expected)).abs().max().item()
+    assert apart > 1e-3 if lost else apart < 1e-5
+    if not lost:
+        assert ended["epoch"] == 2
+        assert ended["schedule"]["last_epoch"] == expected["schedule"]["last_epoch"]
+        gpt: Any = load_chapter("06_fsdp")["minimal_resumable"]
+        model = gpt.GPT(gpt.GPTConfig(**SMALL))
+        names = [name for name, _ in model.named_parameters()]
+        assert len(names) == len(ended["adam"]["state"]) == 14
+        for i, name in enumerate(names):
+            found, right = ended["adam"]["state"][name], expected["adam"]["state"][i]
+            assert found["step"] == right["step"]
+            for moment in ("exp_avg", "exp_avg_sq"):
+                assert torch.allclose(found[moment], right[moment], atol=1e-5)
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize("saved_by", ["dcp", "ddp"])
+@pytest.mark.parametrize("sizes", [{"width": 64}, {"layers": 2}])
+def test_another_model_s_shards_are_named_and_kept(
+    worker_pool: WorkerPool,
+    ddp_runs: tuple[dict[str, Any], Path],
+    tmp_path: Path,
+    saved_by: str,
+    sizes: dict[str, int],
+) -> None:
+    shutil.copy(ddp_runs[1], tmp_path / FILE)
+    if saved_by == "dcp":
+        worker_pool.run(sharded, str(tmp_path), world_size=1)
+    files = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
+    before = [path.read_bytes() for path in files]
+    assert len(files) == (3 if saved_by == "dcp" else 1)
+    run = partial(sharded, **sizes)
+    assert (
+        worker_pool.run(run, str(tmp_path), world_size=2)
+        == [("", "the checkpoint is of another model: move it away")] * 2
+    )
+    assert [path.read_bytes() for path in files] == before
+
+
+def test_a_saved_block_that_the_model_lacks_is_ignored(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    worker_pool.run(partial(sharded, layers=2), str(tmp_path), world_size=1)
+    shutil.rmtree(tmp_path / "sharded" / "epoch_002")
+    ((said, error),) = worker_pool.run(sharded, str(tmp_path), world_size=1)
+    assert said.startswith("1 ranks on cpu: epochs 1 to 2\nepoch 1") and not error
+    assert len(whole_state(tmp_path, 1)["model"]) == 15 + 10
+    assert len(whole_state(tmp_path, 2)["model"]) == 15
 
 
 class Unwrapped(torch.nn.Module):

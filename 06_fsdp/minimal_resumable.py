@@ -1,0 +1,110 @@
+"""Train with FSDP2 in epochs; save and resume with DCP, or go on from a DDP run's file.
+
+Run: torchrun --nproc-per-node=2 06_fsdp/minimal_resumable.py
+Expect: a loss and a folder of shards for each epoch. The same command resumes from the
+    newest whole one, else from chapter 03's resumable.pt. To begin anew, delete both.
+"""
+
+import os
+from math import cos, pi
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler
+
+from data import WindowDataset, load_text
+from model import GPT, GPTConfig
+from ranks import leave
+
+EPOCHS, BATCH_SIZE, FOLDER, DDP_FILE = 2, 32, Path("sharded"), Path("resumable.pt")
+
+
+def state_of(model: Any, optimizer: Any, schedule: Any, epoch: int) -> dict[str, Any]:
+    """Return what to save, and where to load to; every rank calls this."""
+    weights, adam = states.get_state_dict(model, optimizer)
+    others = {"schedule": schedule.state_dict(), "epoch": epoch}
+    return {"model": weights, "adam": adam, **others}
+
+
+def by_name(adam: dict[str, Any], model: Any) -> dict[str, Any]:
+    """Name what `optimizer.state_dict()` has numbered, as shards are found by name."""
+    names = [name for name, _ in model.named_parameters()]  # AdamW's order
+    for group in adam["param_groups"]:
+        group["params"] = [names[i] for i in group["params"]]
+    return {**adam, "state": {names[i]: s for i, s in adam["state"].items()}}
+
+
+def resume(model: Any, optimizer: Any, schedule: Any) -> int:
+    """Take up what there is; return the number of epochs that it has seen."""
+    whole = sorted(FOLDER.glob("*/.metadata"))  # written last, when all shards are
+    if whole:
+        state = state_of(model, optimizer, schedule, epoch=0)
+        dcp.load(state, checkpoint_id=whole[-1].parent)  # into these shards
+    elif DDP_FILE.exists():
+        state = torch.load(DDP_FILE, mmap=True)  # on every rank: it keeps its shards
+        state["adam"] = by_name(state["adam"], model)
+    else:
+        return 0
+    options = states.StateDictOptions(full_state_dict=not whole)
+    states.set_model_state_dict(model, state["model"], options=options)
+    states.set_optimizer_state_dict(model, optimizer, state["adam"], options=options)
+    schedule.load_state_dict(state["schedule"])
+    return state["epoch"]
+
+
+def main() -> None:
+    """Join, build, shard, resume; train and save each epoch."""
+    device = torch.device("cpu")  # unless each local rank can have a GPU of its own
+    if torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        device = torch.accelerator.current_accelerator() or device
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    train_set = WindowDataset(load_text(None, 128)[0], block_size=128, samples=512)
+    sampler = DistributedSampler(train_set, drop_last=True)
+    loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler)
+    torch.manual_seed(0)  # the same weights on all ranks
+    model: Any = GPT(GPTConfig()).to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    dtype = None if device.type == "cpu" else torch.bfloat16
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in (*model.blocks, model):  # the root last
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    steps = EPOCHS * len(loader)
+    schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
+    try:
+        first_epoch = resume(model, optimizer, schedule)
+    except (dcp.CheckpointException, IndexError, KeyError, RuntimeError, ValueError):
+        raise SystemExit("the checkpoint is of another model: move it away") from None
+    if dist.get_rank() == 0:
+        print(f"{mesh.size()} ranks on {device.type}: epochs {first_epoch} to {EPOCHS}")
+    for epoch in range(first_epoch, EPOCHS):
+        sampler.set_epoch(epoch)  # another order in each epoch
+        mean = torch.zeros((), device=device)
+        for _, inputs, labels in loader:
+            logits = model(inputs.to(device)).float()  # the loss in float32
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.to(device).flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            mean += loss.detach() / len(loader)
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch} | mean loss {mean.item():.4f}")
+        state = state_of(model, optimizer, schedule, epoch + 1)
+        dcp.save(state, checkpoint_id=FOLDER / f"epoch_{epoch + 1:03}")
+
+
+if __name__ == "__main__":
+    main()
+    leave()  # dist.destroy_process_group(), after which gloo's threads end too
