@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from call_timeline import calls_of, drawn, most_at_once, timeline
+from gpipe import gpipe
 from ranks import number, read_options
 
 
@@ -22,6 +23,9 @@ def one_f_one_b(stage: Any, micro_batches: int) -> None:
         stage.backward(i)
     for i in range(micro_batches - ahead, micro_batches):  # cool-down
         stage.backward(i)
+
+
+SCHEDULES = {"gpipe.py": gpipe, "one_f_one_b.py": one_f_one_b}  # each by its script
 
 
 def main() -> None:

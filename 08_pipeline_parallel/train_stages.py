@@ -6,23 +6,20 @@ Expect: the micro-batches that were in flight; the weights of one process, with 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comparison import (
-    CONFIG,
-    MAX_NORM,
-    MICRO_BATCH_SIZE,
-    SCHEDULES,
-    STEPS,
-    model_and_batches,
-    optimizer_of,
-    weights_of_one_process,
-)
+from model import GPT, GPTConfig
+from one_f_one_b import SCHEDULES
 from ranks import check, gather, join, leave, say
 from stage import Part, Stage, clip_grad_norm, even_cut
+
+CONFIG = GPTConfig(block_size=16, width=32, layers=5, heads=2)
+STEPS, SAMPLES, MICRO_BATCH_SIZE = 3, 30, 4  # 8 micro-batches, the last of 2 samples
+MAX_NORM = 0.5
 
 
 def train_by_schedule(stage: Stage, schedule: Callable, batches: Tensor) -> None:
@@ -33,6 +30,30 @@ def train_by_schedule(stage: Stage, schedule: Callable, batches: Tensor) -> None
         clip_grad_norm(stage.part, MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def model_and_batches(device: torch.device) -> tuple[GPT, Tensor]:
+    """Return the GPT and (steps, samples, T + 1) tokens, the same on every rank."""
+    torch.manual_seed(0)
+    model = GPT(CONFIG).double().to(device)
+    return model, torch.randint(256, (STEPS, SAMPLES, CONFIG.block_size + 1)).to(device)
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    """Return an optimizer; Adam would hide a wrong factor, SGD does not."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def weights_of_one_process(device: torch.device) -> dict[str, Tensor]:
+    """Train the whole model on whole batches, without a message."""
+    model, batches = model_and_batches(device)
+    optimizer = optimizer_of(model)
+    for batch in batches:
+        model(batch[:, :-1], batch[:, 1:]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
 
 
 def main() -> None:

@@ -475,7 +475,7 @@ FAULTS: dict[str, tuple[str, str, Any]] = {
     "a faulty GPipe": (
         "train_stages",
         "SCHEDULES",
-        {**script("comparison").SCHEDULES, "gpipe.py": without_the_last_backward},
+        {**script("one_f_one_b").SCHEDULES, "gpipe.py": without_the_last_backward},
     ),
     "norm of one stage": ("train_stages", "clip_grad_norm", local_norm),
     "tied gradients apart": ("stage", "add_tied_gradients", lambda part, ends: None),
@@ -543,16 +543,16 @@ def test_lesson_notices(worker_pool: WorkerPool, fault: str) -> None:
 
 def largest_difference(fault: str) -> tuple[float, float]:
     """Train by 1F1B: the largest difference, and the largest weight of a matrix."""
-    lesson, compared = script("train_stages"), script("comparison")
-    alone = compared.weights_of_one_process(CPU)
+    lesson = script("train_stages")
+    alone = lesson.weights_of_one_process(CPU)
     with contextlib.ExitStack() as stack:
         if fault:
             place, replaced, by = FAULTS[fault]
             stack.enter_context(mock.patch.object(script(place), replaced, by))
-        model, batches = compared.model_and_batches(CPU)
+        model, batches = lesson.model_and_batches(CPU)
         part = lesson.Part(model, dist.get_rank(), [2, 1, 1, 1])
         lesson.train_by_schedule(
-            lesson.Stage(part), compared.SCHEDULES["one_f_one_b.py"], batches
+            lesson.Stage(part), lesson.SCHEDULES["one_f_one_b.py"], batches
         )
     weights = part.state_dict()
     far = max((p - alone[name]).abs().max().item() for name, p in weights.items())
