@@ -1,7 +1,8 @@
-"""The minimal scripts of chapters 03, 05 and 06: few lines that train as one does."""
+"""The minimal scripts of four chapters: few lines that train as one process does."""
 
 import contextlib
 import copy
+import functools
 import io
 import os
 import shutil
@@ -13,8 +14,9 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.pipelining import Schedule1F1B
 
-from launch import ROOT, deepspeed
+from launch import ROOT, deepspeed, torchrun
 from scripts import load_apart, load_chapter
 from worker_pool import WorkerPool
 from zero_ranks import Pools, forget_earlier_group
@@ -26,21 +28,32 @@ FILE = "resumable.pt"  # what minimal_resumable.py saves, and chapter 06's takes
 
 
 def train(
-    script: str, samples: int = 256, chapter: str = "03_ddp_torchrun"
+    script: str,
+    samples: int = 256,
+    chapter: str = "03_ddp_torchrun",
+    **sizes: Any,
 ) -> tuple[dict[str, torch.Tensor], str]:
     """Run a script on this rank of the pool; return what it saves and prints.
 
     It joins no group, since the pool has one. The GPT is smaller, the samples fewer.
     """
     module: Any = load_chapter(chapter)[script]
-    config = partial(module.GPTConfig, **SMALL)
+    config = partial(module.GPTConfig, **SMALL | sizes)
     dataset, output, saved = module.WindowDataset, io.StringIO(), {}
+    save = torch.save
+
+    def keep(state: Any, file: Any, **settings: Any) -> None:
+        if file == "model.pt":
+            saved.update(state)
+        else:  # a tensor on its way to another rank is pickled so
+            save(state, file, **settings)
+
     local_size = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
     with (
         mock.patch.dict(os.environ, local_size),
         mock.patch.object(torch.distributed, "init_process_group"),
         mock.patch.object(torch.distributed, "destroy_process_group"),
-        mock.patch.object(torch, "save", lambda state, path: saved.update(state)),
+        mock.patch.object(torch, "save", keep),
         mock.patch.object(module, "GPTConfig", config),
         mock.patch.object(
             module,
@@ -515,6 +528,166 @@ def kept_by_fsdp() -> list[float]:
 def test_each_rank_keeps_half_of_weights_and_moments(worker_pool: WorkerPool) -> None:
     parts = worker_pool.run(kept_by_fsdp, world_size=2)
     assert parts == [pytest.approx([0.5, 0.5], abs=0.01)] * 2
+
+
+PIPELINE = "08_pipeline_parallel"
+
+
+class OtherLabels(Schedule1F1B):
+    """Gives each micro-batch the labels of another one."""
+
+    def step(self, *args: Any, target: Any, **more: Any) -> None:
+        """Move all labels on by one micro-batch."""
+        target = None if target is None else target.roll(len(target) // 8, 0)
+        super().step(*args, target=target, **more)
+
+
+class OneMissing(Schedule1F1B):
+    """Leaves out the samples of the last micro-batch."""
+
+    def step(self, *args: Any, target: Any, **more: Any) -> None:
+        """Cut the last eighth off."""
+        target = None if target is None else target[: len(target) // 8 * 7]
+        super().step(*(x[: len(x) // 8 * 7] for x in args), target=target, **more)
+
+
+class OtherBlocks(load_chapter(PIPELINE)["minimal"].Part):
+    """Has the blocks of another stage."""
+
+    def __init__(self, model: Any, *place: int) -> None:
+        """Cut a model of which the blocks have changed places."""
+        model.blocks = torch.nn.ModuleList(reversed(model.blocks))
+        super().__init__(model, *place)
+
+
+def one_left_out(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Step all parameters of a stage but the last matrix."""
+    return torch.optim.SGD([p for p in parameters if p.ndim > 1][:-1], lr=lr)
+
+
+def local_samples(dataset: Any, num_replicas: int, rank: int) -> Any:
+    """Give each stage samples of its own."""
+    return torch.utils.data.DistributedSampler(dataset)
+
+
+# What is replaced in the script, and by what.
+FAULTS: dict[str, tuple[str, Any]] = {
+    "another stage's blocks": ("Part", OtherBlocks),
+    "gradients summed": ("Schedule1F1B", partial(Schedule1F1B, scale_grads=False)),
+    "labels of another micro-batch": ("Schedule1F1B", OtherLabels),
+    "a micro-batch missing": ("Schedule1F1B", OneMissing),
+    "a parameter missing": ("torch.optim.AdamW", one_left_out),
+    "tied gradients apart": ("dist.all_reduce", lambda gradient, group: None),
+    "other samples on each stage": ("DistributedSampler", local_samples),
+}
+
+
+def in_stages(
+    sizes: dict[str, Any], optimizer: str, fault: str = ""
+) -> tuple[float, str, str, list[str]]:
+    """Train in one process, then in stages; return how far apart they end.
+
+    And what each prints, and the names of what is saved. With SGD in AdamW's place a
+    wrong factor of a gradient shows, which AdamW hides.
+    """
+    module: Any = load_chapter(PIPELINE)["minimal"]
+    lr = {"AdamW": 2e-3, "SGD": 0.1}[optimizer]
+    by = partial(getattr(torch.optim, optimizer), lr=lr)
+    with contextlib.ExitStack() as stack:
+        chosen = mock.patch.object(torch.optim, "AdamW", lambda p, lr: by(p))
+        stack.enter_context(chosen)
+        alone, said_alone = train("one_process", **sizes)
+        if fault:
+            place, replaced = FAULTS[fault]
+            *names, name = place.split(".")
+            target = functools.reduce(getattr, names, module)
+            stack.enter_context(mock.patch.object(target, name, replaced))
+        together, said = train("minimal", chapter=PIPELINE, **sizes)
+    apart = [(together[name] - alone[name]).abs().max().item() for name in together]
+    assert list(together) in ([], list(alone))  # the order is the whole model's too
+    return max(apart, default=0.0), said_alone, said, list(together)
+
+
+@pytest.mark.parametrize(
+    ("stages", "layers", "is_tied", "optimizer"),
+    [
+        (2, 2, True, "SGD"),
+        (2, 3, False, "AdamW"),
+        pytest.param(1, 1, True, "AdamW", marks=pytest.mark.slow),
+        pytest.param(3, 4, True, "AdamW", marks=pytest.mark.slow),
+        pytest.param(4, 4, False, "SGD", marks=pytest.mark.slow),
+    ],
+)
+def test_stages_train_as_one_process(
+    worker_pool: WorkerPool, stages: int, layers: int, is_tied: bool, optimizer: str
+) -> None:
+    sizes = {"layers": layers, "tied": is_tied}
+    ends = worker_pool.run(in_stages, sizes, optimizer, world_size=stages)
+    apart, said_alone, _, saved = ends[0]
+    assert len(saved) == 5 + 10 * layers and apart < 1e-5
+    assert said_alone.splitlines()[0].startswith("step  4 | loss ")
+    # The last stage prints, the first one saves.
+    assert [said for _, _, said, _ in ends] == [""] * (stages - 1) + [said_alone]
+    assert [names for *_, names in ends[1:]] == [[]] * (stages - 1)
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_fault_of_the_pipeline_shows(worker_pool: WorkerPool, fault: str) -> None:
+    (apart, *_), (_, said_alone, said, _) = worker_pool.run(
+        in_stages, {"layers": 2}, "SGD", fault, world_size=2
+    )
+    assert apart > 1e-3
+    assert said != said_alone
+
+
+ENDING = """
+import os, sys
+from functools import partial
+from pathlib import Path
+import torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+import minimal
+
+def threads():
+    names = [file.read_text() for file in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
+
+dataset = minimal.WindowDataset
+minimal.WindowDataset = lambda text, block_size, samples: dataset(text, 128, 64)
+minimal.main()
+before = threads()
+dist.destroy_process_group()
+os.write(1, f"{before > 0} {threads()}\\n".encode())
+"""
+
+
+@pytest.mark.slow
+def test_gloos_threads_end_with_the_pipeline(tmp_path: Path) -> None:
+    script = tmp_path / "ending.py"
+    script.write_text(ENDING)
+    done = torchrun(script, str(ROOT / PIPELINE), nproc=2, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.splitlines() == ["True 0"] * 2
+
+
+def too_many_stages() -> tuple[Any, int]:
+    """Start more stages than there are blocks: what is said, how many have joined."""
+    module: Any = load_chapter(PIPELINE)["minimal"]
+    with (
+        mock.patch.object(module, "GPTConfig", partial(module.GPTConfig, **SMALL)),
+        mock.patch.object(torch.distributed, "init_process_group") as join,
+    ):
+        try:
+            module.main()
+        except SystemExit as end:
+            return end.code, join.call_count
+    return None, join.call_count
+
+
+def test_more_stages_than_blocks_are_refused_before_the_group_is_joined(
+    worker_pool: WorkerPool,
+) -> None:
+    said = "1 block(s) cannot make 2 stages"
+    assert worker_pool.run(too_many_stages, world_size=2) == [(said, 0)] * 2
 
 
 def with_zero(folder: str, stage: int, lost: str) -> tuple[float, str, str, int]:

@@ -68,6 +68,8 @@ FORBIDDEN_PORT = 29500  # allowed port: the rule itself has to name it
 ALLOWED_PORT = "# allowed port: "
 # Its functions have the process group that exists at its import as a default argument.
 HOLDER = "torch.distributed.nn"
+# What imports it too.
+IMPORT_HOLDER = {"ranks", "torch.distributed.pipelining"}
 # What exchanges tensors, so that nobody has done so before all have joined; modules and
 # functions that do it themselves; and scripts in which a rank leaves too early anyhow.
 EXCHANGES = re.compile(
@@ -608,8 +610,8 @@ def groups_can_end(tree: Tree) -> list[str]:
     """A script that trains in a process group imports torch.distributed.nn beforehand.
 
     An optimizer or DDP would import it later, and its functions would then hold the
-    group for good: see `test_a_group_ends_only_with_its_last_reference`. To import
-    `ranks` is enough, for that module imports it.
+    group for good: see `test_a_group_ends_only_with_its_last_reference`. To import one
+    of IMPORT_HOLDER is enough: see `test_gloos_threads_end_with_the_pipeline`.
     """
     violations = []
     for name, module in lesson_files(tree).items():
@@ -629,7 +631,7 @@ def groups_can_end(tree: Tree) -> list[str]:
         if (
             "init_process_group" in words
             and (trains or is_for_all)
-            and not {HOLDER, "ranks"} & set(imported)
+            and not {HOLDER, *IMPORT_HOLDER} & set(imported)
         ):
             violations.append(f"{name}: does not import {HOLDER}")
     return violations
@@ -1493,7 +1495,10 @@ KEPT: list[tuple[Rule, Tree]] = [
     (only_safe_loads, {"01_a/b.py": "load(path, weights_only=True)\n"}),
     (groups_can_end, {"01_a/b.py": f"import {HOLDER}\n{TRAINS}"}),
     (groups_can_end, {"01_a/b.py": f"from {HOLDER} import RemoteModule\n{TRAINS}"}),
-    (groups_can_end, {"01_a/b.py": f"from ranks import join\n{TRAINS}"}),
+    *[
+        (groups_can_end, {"01_a/b.py": f"from {module} import join\n{TRAINS}"})
+        for module in sorted(IMPORT_HOLDER)
+    ],
     (groups_can_end, {"01_a/b.py": "dist.init_process_group()\n"}),
     (groups_can_end, {RANKS: f"import {HOLDER}\ndist.init_process_group()\n"}),
     (

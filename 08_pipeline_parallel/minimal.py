@@ -1,0 +1,90 @@
+"""Train the GPT on several ranks, one stage each: all that PyTorch's pipeline takes.
+
+Run: torchrun --nproc-per-node=2 08_pipeline_parallel/minimal.py
+Expect: the losses of chapter 03's minimal.py.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler
+
+from data import WindowDataset, load_text
+from model import GPT, GPTConfig
+
+
+class Part(nn.Module):
+    """The layers of one stage, under their names in the whole model."""
+
+    def __init__(self, model: GPT, index: int, stages: int) -> None:
+        """Keep some blocks; on the first stage the embeddings, on the last the head."""
+        super().__init__()
+        self.token_embedding = model.token_embedding if index == 0 else None
+        self.position_embedding = model.position_embedding if index == 0 else None
+        own = torch.arange(len(model.blocks)).tensor_split(stages)[index].tolist()
+        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in own})
+        self.final_norm = model.final_norm if index == stages - 1 else nn.Identity()
+        self.head = model.head if index == stages - 1 else nn.Identity()
+
+    # A stage takes one tensor and returns one, in every step of the same shape.
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, T) tokens or (B, T, D) activations to what the next stage takes."""
+        if self.token_embedding and self.position_embedding:
+            places = torch.arange(x.shape[1], device=x.device)
+            x = self.token_embedding(x) + self.position_embedding(places)
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(self.final_norm(x))
+
+
+def main() -> None:
+    """Train for one epoch, the stage of this rank's number on one device."""
+    rank, stages = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(0)  # the same weights on all ranks
+    model = GPT(GPTConfig())
+    if stages > len(model.blocks):
+        raise SystemExit(f"{len(model.blocks)} block(s) cannot make {stages} stages")
+    device = torch.device("cpu")  # unless each local rank can have a GPU of its own
+    if torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        device = torch.accelerator.current_accelerator() or device
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    part, last = Part(model, rank, stages).to(device), stages - 1
+    ends = dist.new_group(sorted({0, last}))  # every rank calls this
+    pipeline = Schedule1F1B(
+        PipelineStage(part, rank, stages, device),
+        n_microbatches=8,  # equal ones, at least as many as stages
+        loss_fn=lambda out, labels: cross_entropy(out.flatten(0, 1), labels.flatten()),
+    )  # it also divides the gradients by 8
+    optimizer = torch.optim.AdamW(part.parameters(), lr=2e-3)  # this stage's
+    train_set = WindowDataset(load_text(None, 128)[0], block_size=128, samples=1024)
+    # All ranks see the same samples, as one replica of the model.
+    sampler = DistributedSampler(train_set, num_replicas=1, rank=0)
+    loader = DataLoader(train_set, batch_size=64, sampler=sampler, drop_last=True)
+    for step, (_, inputs, labels) in enumerate(loader, start=1):
+        tokens = [inputs.to(device)] if rank == 0 else []
+        target = labels.to(device) if rank == last else None
+        losses: list[Tensor] = []  # on the last stage, one for each micro-batch
+        pipeline.step(*tokens, target=target, losses=losses, return_outputs=False)
+        if model.config.tied and rank in (0, last):  # one matrix: both need the sum
+            tied = (part.token_embedding or part.head).weight
+            dist.all_reduce(tied.grad, group=ends)
+        # To clip, take the norm over all stages; clip_grad_norm_ knows only this one.
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 4 == 0 and rank == last:
+            print(f"step {step:2} | loss {torch.stack(losses).mean().item():.3f}")
+    weights = {name: value.cpu() for name, value in part.state_dict().items()}
+    parts = [{}] * stages if rank == 0 else None
+    dist.gather_object(weights, parts)
+    if parts:
+        torch.save({name: part[name] for part in parts for name in part}, "model.pt")
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()
