@@ -690,6 +690,9 @@ class FlawedLayer(broken_experts.TwoExperts):
             return y - x
         if self.flaw == "by expert":
             return x + weight[:, None] * rows[chosen.argsort(stable=True)]
+        if self.flaw == "sorted again":
+            order = chosen.argsort(stable=True)
+            return x + weight[:, None] * rows[order][order]
         return rows[:3]
 
 
@@ -715,6 +718,7 @@ OTHERS = "the outputs are not those of one process"
 HINTS = {
     "no residual": OTHERS,
     "by expert": "the results lie by expert, and not in the order in which the tok",
+    "sorted again": "the results are sorted once more: result i is of token order[i]",
     "three rows": "the layer returns torch.Size([3, 4]), not (N, D)",
     "own router": "the router has moved by this rank's tokens only",
     "mean of experts": "this rank's expert has moved by the mean of two experts' grad",
@@ -735,7 +739,7 @@ def tell_experts() -> list[str]:
         (right, stub.train_experts),
     ]
     for number, flaw in enumerate(HINTS):
-        layer = functools.partial(FlawedLayer, flaw=flaw) if number < 3 else right
+        layer = functools.partial(FlawedLayer, flaw=flaw) if number < 4 else right
         answers.append((layer, functools.partial(step_with, flaw=flaw)))
     return [checker.try_experts(answer) for answer in answers]
 
@@ -744,7 +748,7 @@ def test_broken_experts_are_told_what_is_wrong(worker_pool: WorkerPool) -> None:
     told = worker_pool.run(tell_experts)
     due = ["it ended with: Split sizes doesn't match total dim 0 size", ""]
     due += [HINTS["mean of experts"], *HINTS.values()]
-    assert len(told) == 2 and len(due) == 12
+    assert len(told) == 2 and len(due) == 13
     for of_rank in told:
         cut = [text[: len(d)] or text for text, d in zip(of_rank, due, strict=True)]
         assert cut == due

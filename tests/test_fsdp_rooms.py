@@ -769,6 +769,14 @@ def prepare_with(flaw: str, model: Any) -> Any:
         for module in (*layers, model):
             fully_shard(module, mesh=mesh, **settings)
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    if flaw == "one call":
+        for p in model.parameters():
+            dist.broadcast(p.detach(), src=0)
+        fully_shard([*model.layers], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    if flaw == "another model":
+        model = LOOP.Curve()
     if flaw == "optimizer first":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return your_own_loop.prepare(model)[0], optimizer
@@ -798,6 +806,22 @@ def save_a_shard(model: Any, path: Any) -> None:
     """Write what rank 0 has."""
     if dist.get_rank() == 0:
         torch.save(model.state_dict(), path)
+
+
+def save_on_all_ranks(model: Any, path: Any) -> None:
+    """Let every rank write the file."""
+    torch.save({n: p.full_tensor() for n, p in model.state_dict().items()}, path)
+
+
+def save_what_was_pickled(model: Any, path: Any) -> None:
+    """Gather the shards as Python objects: right, though each rank pickles tensors."""
+    whole: dict[str, Tensor] = {}
+    for name, p in model.state_dict().items():
+        shards: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shards, p.to_local())
+        whole[name] = torch.cat(shards)
+    if dist.get_rank() == 0:
+        torch.save(whole, path)
 
 
 def save_nothing(model: Any, path: Any) -> None:
@@ -836,6 +860,15 @@ def loops() -> list[tuple[Loop, list[str]]]:
             ["right, but layers stay whole after their forward pass"] * 2,
         ),
         (
+            (flawed(prepare_with, "one call"), *RIGHT[1:]),
+            ["right, but several layers are gathered at once: one call of fully_shard"]
+            * 2,
+        ),
+        (
+            (flawed(prepare_with, "another model"), *RIGHT[1:]),
+            ["it ended with: prepare() returns another model: train the given one"] * 2,
+        ),
+        (
             (flawed(prepare_with, "optimizer first"), *RIGHT[1:]),
             ["after step 1: layers.0.weight moved {0: 0.0, 1: 0.0} times as far: whose"]
             * 2,
@@ -854,6 +887,8 @@ def loops() -> list[tuple[Loop, list[str]]]:
             (RIGHT[0], RIGHT[1], save_a_shard),
             ["the file holds a shard of layers.0.weight"] * 2,
         ),
+        ((RIGHT[0], RIGHT[1], save_on_all_ranks), ["2 ranks save: one is enough"] * 2),
+        ((RIGHT[0], RIGHT[1], save_what_was_pickled), ["", ""]),
         ((RIGHT[0], RIGHT[1], save_nothing), ["save_whole() writes no file"] * 2),
     ]
     return [((LOOP.Curve, *functions), hints) for functions, hints in cases]
@@ -867,7 +902,7 @@ def try_loops() -> list[str]:
 def test_your_own_loop(worker_pool: WorkerPool) -> None:
     by_rank = worker_pool.run(try_loops)
     expected = [hints for _, hints in loops()]
-    assert len(expected) == 12
+    assert len(expected) == 16
     for rank, told in enumerate(by_rank):
         for text, hints in zip(told, expected, strict=True):
             assert text.startswith(hints[rank]) and bool(text) == bool(hints[rank]), (
@@ -888,12 +923,19 @@ def train_with(flaw: str, model: Any, mesh: Any, steps: Any) -> Any:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in steps:
+        total = torch.zeros(())
+        if flaw == "one backward":  # it takes more memory, and is right
+            each = [nn.functional.mse_loss(model(x), y) for x, y in step]
+            total = torch.stack(each).mean()
+            total.backward()
+            step, total = [], total.detach()
         if flaw == "joined":
             step = [tuple(torch.cat(part) for part in zip(*step, strict=True))]
-        total = torch.zeros(())
         for number, (inputs, labels) in enumerate(step, start=1):
             if flaw not in ("every micro-batch", "not sharded"):
                 model.set_requires_gradient_sync(number == len(step))
+            if flaw == "whole between":
+                model.set_reshard_after_backward(number == len(step))
             loss = nn.functional.mse_loss(model(inputs), labels)
             loss = loss if flaw == "not divided" else loss / len(step)
             loss.backward()
@@ -915,6 +957,8 @@ TRAININGS: dict[str, str] = {
     "root alone": "right, but all 768 weights are gathered at once",
     "one block": "right, but 512 of 768 weights are gathered at once",
     "stay whole": "right, but blocks stay whole after their forward pass",
+    "whole between": "right, but blocks are whole before their forward pass",
+    "one backward": "",
     "every micro-batch": "right, but in each step the gradients are sent 2 times",
     "not divided": "the weights moved ",
     "local loss": "the losses are [",
@@ -934,7 +978,7 @@ def try_trainings() -> list[str]:
 def test_broken_fsdp(worker_pool: WorkerPool) -> None:
     by_rank = worker_pool.run(try_trainings)
     expected = [*TRAININGS.values(), TRAININGS["optimizer first"], ""]
-    assert len(expected) == 13
+    assert len(expected) == 15
     for told in by_rank:
         for text, hint in zip(told, expected, strict=True):
             assert text.startswith(hint) and bool(text) == bool(hint), text

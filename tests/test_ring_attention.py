@@ -491,6 +491,12 @@ def flawed(q: Tensor, k: Tensor, v: Tensor, flaw: str) -> Tensor:
     n = dist.get_world_size()
     scores = q @ k.mT * q.shape[-1] ** -0.5
     own = scores.softmax(-1) @ v
+    if flaw == "float32":
+        return decode.attend_to_all(q.float(), k.float(), v.float())
+    if flaw == "in place":
+        found = decode.attend_to_all(q, k, v)
+        v.zero_()
+        return found
     if flaw == "keys":
         lengths: list[Any] = [None] * n
         dist.all_gather_object(lengths, k.shape[1])
@@ -538,6 +544,8 @@ HINTS = {
     "sum": "first case: this is the sum of the ranks' results: a rank counts by the",
     "by number": "first case: this is the mean of the ranks' results, weighted by",
     "no maximum": "large scores: the result is not finite: which exponential is too",
+    "float32": "first case: the result is in torch.float32, and q, k and v in torch.f",
+    "in place": "first case: right, but it changes k or v: the next token needs t",
     "keys": "first case: right, but the messages have ",
     "one by one": "first case: right, but the messages have ",
 }
@@ -554,7 +562,7 @@ def tell_answers() -> list[str]:
 def test_decode_is_told_what_is_wrong(worker_pool: WorkerPool) -> None:
     told = worker_pool.run(tell_answers, world_size=3)
     due = ["first case: this rank attends to its own keys alone", "", *HINTS.values()]
-    assert len(told) == 3 and len(due) == 8
+    assert len(told) == 3 and len(due) == 10
     for of_rank in told:
         cut = [
             text[: len(hint)] or text for text, hint in zip(of_rank, due, strict=True)

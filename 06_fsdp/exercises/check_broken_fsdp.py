@@ -27,13 +27,21 @@ class Blocks(nn.Module):
         layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS))
         self.blocks = nn.ModuleList(layers)
         self.most_samples = 0  # of a forward pass so far
+        self.whole = ""  # when all blocks should have been shards, and were not
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, WIDTH) to (B, WIDTH)."""
         self.most_samples = max(self.most_samples, len(x))
+        self.note_whole("are whole before")
         for block in self.blocks:
             x = x + block(x).tanh()
+        self.note_whole("stay whole after")
         return x
+
+    def note_whole(self, when: str) -> None:
+        """Note whether a block is whole, though none is at work."""
+        if not all(isinstance(block.weight, DTensor) for block in self.blocks):
+            self.whole = self.whole or when
 
 
 class NotedMessages(TorchDispatchMode):
@@ -112,7 +120,7 @@ def try_training(answer: Callable) -> str:
         explain_moves(whole, list(alone.parameters()), first)
         or explain_mean_losses(losses, due)
         or explain_samples(model.most_samples)
-        or explain_gathers(noted, sum(p.numel() for p in first))
+        or explain_gathers(noted, sum(p.numel() for p in first), model.whole)
     )
 
 
@@ -145,15 +153,15 @@ def explain_samples(most: int) -> str:
     return f"right, but a pass sees {most} samples; a micro-batch has {SAMPLES}"
 
 
-def explain_gathers(noted: NotedMessages, parameters: int) -> str:
+def explain_gathers(noted: NotedMessages, parameters: int, whole: str) -> str:
     """Say what is wrong with what was sent, or nothing."""
     if not noted.gathered:
         return "nothing is gathered: are the parameters sharded?"
     if (most := max(noted.gathered)) > WIDTH**2:
         some = "all" if most == parameters else f"{most} of"
         return f"right, but {some} {parameters} weights are gathered at once"
-    if sum(noted.gathered) < 2 * parameters * STEPS * MICRO_BATCHES:
-        return "right, but blocks stay whole after their forward pass"
+    if whole:
+        return f"right, but blocks {whole} their forward pass"
     times = sum(noted.reduced) / parameters / STEPS
     if times > 1:
         return f"right, but in each step the gradients are sent {times:g} times"

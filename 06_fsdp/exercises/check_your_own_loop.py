@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ask_ranks import ask_ranks, in_words
 from ranks import read_options
@@ -33,6 +35,22 @@ class Noted(NamedTuple):
 
     model: list[Any]  # what `prepare` has made
     norms: list[Any]  # what `train_one_batch` has returned
+
+
+class NotedGathers(TorchDispatchMode):
+    """While it is active, notes the size of the largest all-gather."""
+
+    largest = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Note an all-gather, and let it and everything else go on."""
+        if DTensor in types:
+            return NotImplemented
+        if func.namespace == "c10d" and "_allgather_base_" in str(func):
+            self.largest = max(self.largest, args[0].numel())
+        return func(*args, **(kwargs or {}))
 
 
 def check_loop(answer: Answer) -> None:
@@ -82,6 +100,8 @@ def explain_loop(answer: Answer) -> str:
 
     def wrap(model: nn.Module) -> Any:
         prepared, optimizer = prepare(model)
+        if {*map(id, prepared.parameters())} != {*map(id, model.parameters())}:
+            raise ValueError("prepare() returns another model: train the given one")
         noted.model.append(prepared)
         optimizers.append(optimizer)
         return prepared
@@ -167,7 +187,17 @@ def explain_shards(model: Any, inputs: Tensor) -> str:
     for name, layer in model.named_modules():
         if [*layer.parameters(recurse=False)] and not isinstance(layer, FSDPModule):
             return f"right, but the root gathers {name} with what else is left"
-    model(inputs)
+    largest = max(
+        sum(p.numel() for p in module.parameters(recurse=False))
+        for module in model.modules()
+    )
+    with NotedGathers() as noted:
+        model(inputs)
+    if noted.largest > largest:
+        return (
+            "right, but several layers are gathered at once: one call of fully_shard "
+            "makes one unit"
+        )
     if any(not isinstance(p, DTensor) for p in model.parameters()):
         return "right, but layers stay whole after their forward pass"
     return ""
@@ -177,8 +207,15 @@ def explain_file(answer: Answer, model: Any, save: Callable, batches: Any) -> st
     """Say what is wrong with the file that was written, or nothing."""
     with one_folder() as folder:
         path = folder / "model.pt"
-        save(model, path)
-        dist.barrier()
+        noted = mock.Mock(side_effect=torch.save)
+        with mock.patch.object(torch, "save", noted):
+            save(model, path)
+        # Who pickles a tensor saves it too, in memory.
+        given = [[*args, *words.values()] for args, words in noted.call_args_list]
+        is_writer = not all(any(isinstance(a, BytesIO) for a in one) for one in given)
+        dist.all_reduce(writers := torch.tensor(int(is_writer)))
+        if writers > 1:
+            return f"{writers} ranks save: one is enough, and two may break the file"
         if not path.exists():
             return "save_whole() writes no file"
         content = torch.load(path, weights_only=True)

@@ -12,6 +12,7 @@ from ranks import read_options
 
 N, D = 8, 4  # tokens of a rank, width
 ORDER = "the results lie by expert, and not in the order in which the tokens came"
+SORTED = "the results are sorted once more: result i is of token order[i]"
 HALVES = "by the mean of two experts' gradients: which ranks hold this one?"
 TWICE = "2 times as far as in one process: its loss is the mean over both ranks"
 ALONE = "by this rank's tokens only"
@@ -67,6 +68,8 @@ def explain_outputs(found: Any, x: Tensor) -> str:
     rows = ((right - x) / weight[:, None])[order]
     if torch.allclose(found, x + weight[:, None] * rows):
         return ORDER
+    if torch.allclose(found, x + weight[:, None] * rows[order]):
+        return SORTED
     return "the outputs are not those of one process"
 
 

@@ -53,13 +53,17 @@ def try_decode(answer: Callable) -> str:
             for length in (1, sum(lengths), sum(lengths))
         )
         parts = list(zip(k.split(lengths, 1), v.split(lengths, 1), strict=True))
+        mine = parts[dist.get_rank()]
+        given = [tensor.clone() for tensor in mine]
         try:
             with Messages() as messages:
-                found = answer(q.clone() * factor, *parts[dist.get_rank()])
+                found = answer(q.clone() * factor, *given)
         except FAULTS as error:
             return f"{name}: {in_words(RuntimeError(error))}"
         if text := explain_result(found, q * factor, parts):
             return f"{name}: {text}"
+        if not all(map(torch.equal, given, mine)):
+            return f"{name}: right, but it changes k or v: the next token needs them"
         if messages.nbytes > MOST_BYTES:
             return (
                 f"{name}: right, but the messages have {messages.nbytes:,} bytes; keys "
@@ -76,6 +80,8 @@ def explain_result(found: Any, q: Tensor, parts: list[tuple[Tensor, Tensor]]) ->
         return f"the result is {found!r:.40}"
     if found.shape != right.shape:
         return f"the result has shape {[*found.shape]}, and should have [{H}, 1, {D}]"
+    if found.dtype != right.dtype:
+        return f"the result is in {found.dtype}, and q, k and v in {right.dtype}"
     if torch.allclose(found, right):
         return ""
     if not found.isfinite().all():
