@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import json
+import math
 import operator
 import os
 import signal
@@ -478,6 +479,7 @@ def test_each_way_is_compared_with_its_own_twin_as_a_share_of_the_way_gone() -> 
 
     # By way what it gains; "rows", which adds in another order, by its first round.
     gains = {"sums": [0, 0, 3.5], "ahead": [0, 0, 33], "rows": [0.75, 9, 9]}
+    gains["one call"] = [0, 0, math.nan]
 
     def line(way: str, _: float) -> SimpleNamespace:
         ends = (1.0 + gain for gain in gains[way])
@@ -497,7 +499,7 @@ def test_each_way_is_compared_with_its_own_twin_as_a_share_of_the_way_gone() -> 
         mock.patch.object(COST, "dense_part", return_value="the start"),
     ):
         _, _, apart = COST.cost_of_each_way([[0]] * 3, 0.0)
-    expected = {"sums": 0.5 / 3, "ahead": 3 / 30}
+    expected = {"sums": 0.5 / 3, "ahead": 3 / 30, "one call": math.inf}
     assert {way: apart[way] for way in expected} == pytest.approx(expected)
     assert apart["rows"] == pytest.approx(0.25)
 
@@ -591,6 +593,7 @@ def test_committed_numbers_are_those_of_the_picture(
     ("words", "message"),
     [
         (["--batch-sizes=1000"], "'1000' is no number from 1 to 512"),
+        (["--steps=1"], "'1' is no number from 2 to 100"),  # what would it repeat?
         (["--latency=-1"], "'-1' is no number from 0.0 to 1000.0"),
     ],
 )

@@ -89,7 +89,7 @@ def read_sizes() -> Namespace:
     return read_options(
         batch_sizes={"type": number(1, 512), **sizes},
         rounds={"type": number(1, 100), "default": 9},
-        steps={"type": number(1, 100), "default": 10},
+        steps={"type": number(2, 100), "default": 10},
         latency={
             "type": number(0.0, 1000.0),
             "default": 0.0,
