@@ -1,8 +1,10 @@
 """Chapter 04: what its scripts count and judge, with no process but the test's own."""
 
 import contextlib
+import io
 import pickle
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -175,10 +177,13 @@ def test_nothing_in_a_tables_file_runs(tmp_path: Path) -> None:
 # --- Heartbeats. ----------
 
 
-def named_dead(pause: float, heard_until: float) -> float | None:
+def named_dead(
+    pause: float, heard_until: float, every: float = 0.5, is_done: bool = False
+) -> float | None:
     """Let a process beat for 60 s; return when it says that a trainer has died.
 
-    The trainer beats until `heard_until`. At 20 s all stands still, for `pause` s.
+    The trainer beats until `heard_until`, and may then be done. At 20 s all stands
+    still, for `pause` s.
     """
     beats, clock = load_chapter(CHAPTER)["heartbeats"], [0.0]
     seen = {"when": 0.0, "beat": 0.0}
@@ -194,8 +199,10 @@ def named_dead(pause: float, heard_until: float) -> float | None:
 
     def beat(_: list[str]) -> list[bytes]:
         if clock[0] - seen["when"] < 1:  # after a pause it has not beaten yet either
-            seen["beat"] = min(clock[0], heard_until)
+            seen["beat"] = min(clock[0] // every, heard_until // every)
         seen["when"] = clock[0]
+        if is_done and clock[0] > heard_until:
+            return [b"done"]
         return [str(seen["beat"]).encode()]
 
     names = ["master", "trainer0"]
@@ -218,6 +225,35 @@ def test_a_pause_of_all_processes_is_nobodys_death() -> None:
     assert named_dead(pause=3600, heard_until=1e9) is None  # a laptop that was closed
     assert named_dead(pause=3600, heard_until=19.5) == pytest.approx(3629.5, abs=1.5)
     assert named_dead(pause=0, heard_until=30) == pytest.approx(41, abs=1)
+    assert named_dead(pause=0, heard_until=30, is_done=True) is None
+    # What counts is how long it has been silent since its last beat.
+    assert named_dead(pause=0, heard_until=1e9, every=8) is None
+
+
+def acts_of_an_end(host: str) -> list[Any]:
+    """Let a trainer whose disk hangs end; return how it saves, and waits."""
+    beats, acts, may_end = load_chapter(CHAPTER)["heartbeats"], [], threading.Event()
+    heart = beats.Heartbeat("trainer0", ["master", "trainer0"], mock.Mock(), host)
+    heart.last_act = lambda: acts.append("saves") or may_end.wait(20)
+    with (
+        mock.patch.object(beats, "TIME_TO_SAVE", 0.2),
+        mock.patch.object(beats.time, "sleep", acts.append),
+        mock.patch.object(beats.os, "_exit", side_effect=SystemExit) as exits,
+        contextlib.redirect_stdout(io.StringIO()) as output,
+        pytest.raises(SystemExit),
+    ):
+        began = time.monotonic()
+        heart.end("master")
+    may_end.set()
+    assert time.monotonic() - began < 10
+    said = "trainer 0: master has died or cannot be reached; ending\n"
+    assert output.getvalue() == said and exits.call_args.args == (3,)
+    return acts
+
+
+def test_who_ends_saves_first_and_a_stores_host_stays_until_all_have_heard() -> None:
+    assert acts_of_an_end("master") == ["saves"]
+    assert acts_of_an_end("trainer0") == ["saves", 3.0]
 
 
 # --- Times and rates. ----------
@@ -279,6 +315,48 @@ def rate_by_own_clock() -> float:
 
 def test_a_rate_is_that_of_the_slowest_trainer(worker_pool: WorkerPool) -> None:
     assert worker_pool.run(rate_by_own_clock) == [1.0, 1.0]
+
+
+# --- Late updates. ----------
+
+
+def late_updates_accept(
+    first: float = 0.0, dips: tuple[float, bool, int] | None = None
+) -> bool:
+    """Let late_updates.py judge losses that rise by 0.01 for each step of delay.
+
+    The first of those that are not late is off by `first`. With one rate, for the
+    table or all, the losses of one lag may be those of none.
+    """
+    lesson, empty = load_chapter(f"{CHAPTER}/staleness")["late_updates"], []
+
+    def train_late(_: Any, lr: float, lag: int, is_all: bool) -> list[float]:
+        rise = 0.0 if dips == (lr, is_all, lag) else 0.01 * lag
+        return [1 + rise + first * (lag == 0), *[1 + rise] * 39]
+
+    fakes = {
+        "load_samples": lambda: (CLASSIFIER.Samples(empty, torch.tensor([])), None),
+        "train_in_one_process": lambda *_: [1.0] * 40,
+        "train_late": train_late,
+    }
+    with (
+        mock.patch.multiple(lesson, **fakes),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        contextlib.suppress(SystemExit),
+    ):
+        lesson.main()
+        return True
+    return False
+
+
+def test_each_delay_has_to_raise_the_loss_at_the_larger_rate() -> None:
+    assert late_updates_accept() and late_updates_accept(first=0.9e-5)
+    assert not late_updates_accept(first=1.1e-5)
+    assert not late_updates_accept(first=float("nan"))
+    dips = [(0.2, is_all, lag) for is_all in (False, True) for lag in (1, 4, 16)]
+    assert [late_updates_accept(dips=one) for one in dips] == [False] * 6
+    assert late_updates_accept(dips=(0.05, False, 16))
 
 
 # --- What the tutorial's way is. ----------

@@ -772,6 +772,32 @@ def test_the_last_trainer_alone_waits_before_each_step(
     assert found == [["step"] * 6] * 2
 
 
+def looks_barriers_and_steps() -> list[str]:
+    """Be the only trainer of asynchronous.py; return in which order it does these."""
+    noted: list[str] = []
+
+    def rows_now(_: Any, numbers: torch.Tensor) -> torch.Tensor:
+        noted.append("look")
+        return torch.zeros(len(numbers), 2)
+
+    def step(_: Any) -> None:
+        noted.append("step")
+
+    fakes = {"rows_now": rows_now, "DistributedOptimizer": mock.Mock()}
+    fakes["DistributedOptimizer"].return_value.step = step
+    barrier = mock.Mock(side_effect=lambda: noted.append("barrier"))
+    with mock.patch.object(dist, "barrier", barrier):
+        sleeps_and_steps(0.0, **fakes)
+    return noted
+
+
+def test_nobody_steps_before_all_have_counted(worker_pool: WorkerPool) -> None:
+    # Six steps, synchronous: others' steps are waited for as well. Then asynchronous.
+    one = ["look", "look", "barrier", "step"]
+    due = [*one, "barrier"] * 6 + one * 6
+    assert worker_pool.run(looks_barriers_and_steps, world_size=1) == [due]
+
+
 def with_two_stale_rows() -> tuple[list[float], str]:
     """Let two whole rows change in each step; return by how many rows, and the output.
 

@@ -108,7 +108,7 @@ def train_with_server_here(
     Args:
         name: of the way.
         forget: this update is not made, though it is counted; None for all.
-        fault: "update", one is not counted; "dense", rank 1's part is changed.
+        fault: "update", one is not counted; "dense", rank 1's part is changed; "nan".
     """
     calls: list[str] = []
 
@@ -139,6 +139,9 @@ def train_with_server_here(
         if fault == "dense":
             with torch.no_grad():
                 [*way.dense.parameters()][-1].add_(dist.get_rank())
+        if fault == "nan":
+            with torch.no_grad():
+                [*way.dense.parameters()][-1].fill_(torch.nan)
         before += fault == "update"
         return made, min(rates), tuple(STEPS.prove(name, way, rounds, before))
 
@@ -184,6 +187,8 @@ def test_the_proof_counts_calls_and_compares_dense_parts(
         train_with_server_here, "ahead", None, "update", world_size=1
     )
     assert found[:3] == (0, 1, 0)
+    ((_, _, found),) = run(train_with_server_here, "ahead", None, "nan", world_size=1)
+    assert found[4] == torch.inf
     ends = run(train_with_server_here, "one call", None, "dense")
     assert [found[0] for _, _, found in ends] == [1, 1]
     ends = run(train_with_server_here, "one call", None, "")
@@ -191,10 +196,11 @@ def test_the_proof_counts_calls_and_compares_dense_parts(
 
 
 def checks_of(**found: float) -> list[bool]:
-    """Let steps_per_second.py judge ways of which all is right but what is given."""
+    """Let steps_per_second.py judge ways of which one has what is given."""
     lesson, check = MODULES["steps_per_second"], mock.Mock()
     right = {"different": 0, "missing": 0, "lost": 0, "moved": 9, "apart": 0.9e-5}
-    ways = dict.fromkeys(NAMES, STEPS.Found(**(right | found)))
+    ways = dict.fromkeys(NAMES, STEPS.Found(**right))
+    ways["one call"] = STEPS.Found(**(right | found))
     rates = {name: [1.0, 1.0] for name in NAMES}
     options = SimpleNamespace(rounds=1, steps=2, batch_size=5)
     with (
