@@ -479,17 +479,20 @@ def test_the_size_of_a_table_is_the_masters_to_decide(
     assert torch.equal(modules["table_file"].load_table(path), torch.ones(8, 32))
 
 
-def group_of_a_trainer(join: Callable[[str, int], Any]) -> tuple[Any, ...]:
-    """Let a trainer form its group as if there were two GPUs.
+def group_of_a_trainer(
+    join: Callable[[str, int], Any], devices: int = 2, other: str = ""
+) -> tuple[Any, ...]:
+    """Let a trainer form its group as if there were GPUs, and the other one on `other`.
 
     Returns the backend, what `join` returns, what is said of them, and the timeout.
     """
     store = load_chapter(CHAPTER)["heartbeats"].host_store("127.0.0.1")
-    dist.PrefixStore("trainers", store).set("host 1", socket.gethostname())
+    trainers = dist.PrefixStore("trainers", store)
+    trainers.set("host 1", other or socket.gethostname())
     cuda, printed = torch.device("cuda"), io.StringIO()
     with (
         mock.patch.object(torch.accelerator, "current_accelerator", return_value=cuda),
-        mock.patch.object(torch.accelerator, "device_count", return_value=2),
+        mock.patch.object(torch.accelerator, "device_count", return_value=devices),
         mock.patch.object(torch.accelerator, "set_device_index"),
         mock.patch.object(dist, "init_process_group") as form,
         mock.patch.object(dist, "destroy_process_group") as leave,
@@ -505,10 +508,16 @@ def test_what_stays_on_the_cpu_uses_gloo_also_where_there_are_gpus() -> None:
     modules = load_chapter(CHAPTER)
     supervised, roles = modules["supervised_roles"], modules["roles"]
     line = "trainer 0: device: cuda with nccl (2 cuda, one for each local rank)\n"
-    found = group_of_a_trainer(
-        lambda *place: supervised.run_trainer(0, 2, place, lambda device: device)
-    )
-    assert found == ("nccl", torch.device("cuda", 0), line, timedelta(minutes=5))
+
+    def of_two(*place: Any) -> torch.device:
+        return supervised.run_trainer(0, 2, place, lambda device: device)
+
+    due = "nccl", torch.device("cuda", 0), line, timedelta(minutes=5)
+    assert group_of_a_trainer(of_two) == due
+    # A GPU on each of two hosts is enough, and one for both on one host is not.
+    found = group_of_a_trainer(of_two, devices=1, other="another host")
+    assert found == (*due[:2], line.replace("2 cuda", "1 cuda"), due[3])
+    assert group_of_a_trainer(of_two, devices=1)[:2] == ("gloo", torch.device("cpu"))
 
     # `asynchronous.py` makes its dense part on the CPU, and says nothing of devices.
     def be_trainer(address: str, port: int) -> None:

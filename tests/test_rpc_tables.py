@@ -446,6 +446,16 @@ def test_the_wire_count_sees_every_byte_and_no_other_socket() -> None:
             assert WIRE.wire_bytes() - before == 2000
 
 
+def test_waiting_is_the_sum_of_all_waits_and_of_nothing_else() -> None:
+    line = SimpleNamespace(waited=1.0, bytes=500)
+    clock = mock.Mock(side_effect=[10.0, 13.0, 20.0, 24.0])
+    with mock.patch.object(LOOKUPS, "time", SimpleNamespace(perf_counter=clock)):
+        for value in (torch.zeros(25), None):
+            answer = SimpleNamespace(wait=lambda value=value: value)
+            assert LOOKUPS.Line.wait(line, answer) is value
+    assert (line.waited, line.bytes) == (1 + 3 + 4, 500 + 4 * 25)
+
+
 def test_costs_are_of_one_step_and_times_in_milliseconds() -> None:
     line = SimpleNamespace(bytes=0, waited=0.0, weight=lambda: 0, dense=None)
 
