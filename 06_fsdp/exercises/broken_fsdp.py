@@ -23,8 +23,8 @@ Steps = list[list[tuple[Tensor, Tensor]]]
 def train_in_fsdp(model: Any, mesh: DeviceMesh, steps: Steps) -> list[float]:
     """Train on this rank's samples; return the mean loss of each step over all ranks.
 
-    At any time a rank holds only those of `model.blocks` whole that it is computing
-    with. It sends gradients once a step, not once a micro-batch.
+    A rank gathers `model.blocks` one by one, and frees each after its forward and its
+    backward pass. It sends gradients once a step, not once a micro-batch.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fully_shard(model, mesh=mesh)
