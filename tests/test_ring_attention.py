@@ -577,6 +577,6 @@ def tell_amax() -> str:
 
 @pytest.mark.slow
 def test_a_rank_without_keys_is_told(worker_pool: WorkerPool) -> None:
-    told = worker_pool.run(tell_amax, world_size=3, timeout=10)
+    told = worker_pool.run(tell_amax, world_size=3, timeout=30)
     assert len(told) == 3
     assert told[1].startswith("a rank without keys: it ended with: amax(): Expected ")
