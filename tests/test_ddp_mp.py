@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from launch import ROOT, clean_environment, free_port, python
-from lessons import run_lesson
+from lessons import in_the_pool, run_lesson
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -185,6 +185,14 @@ def sum_gradients(self: Any) -> None:
         dist.all_reduce(parameter.grad)
 
 
+def average_in_float32(self: Any) -> None:
+    """Lose digits on the way."""
+    for parameter in self.trainable:
+        rounded = parameter.grad.float()
+        dist.all_reduce(rounded, op=dist.ReduceOp.AVG)
+        parameter.grad.copy_(rounded)
+
+
 def average_on_rank_zero_only(self: Any) -> None:
     """Reduce to rank 0, which alone gets the mean."""
     for parameter in self.trainable:
@@ -192,7 +200,12 @@ def average_on_rank_zero_only(self: Any) -> None:
         parameter.grad /= dist.get_world_size()
 
 
-CLAIM = "after 50 steps 2 ranks hold one process's weights"
+def train_nothing(wrap: Any, batches: Any, seed: int) -> torch.Tensor:
+    """Return the same weights, with a wrapper and without."""
+    return torch.zeros(3)
+
+
+CLAIM = "after 50 steps 2 ranks hold one process's weights, alone none"
 FAILED = (1, f"check failed on ranks [0, 1], not so: {CLAIM}\n")
 
 
@@ -208,10 +221,21 @@ def test_lesson_of_the_naive_way_holds(worker_pool: WorkerPool) -> None:
     [
         {"naive.NaiveDDP average_gradients": do_nothing},
         {"naive.NaiveDDP average_gradients": sum_gradients},
+        {"naive.NaiveDDP average_gradients": average_in_float32},
         {"naive.NaiveDDP average_gradients": average_on_rank_zero_only},
         {"naive.NaiveDDP copy_from_rank_zero": do_nothing},
+        {"naive same_on_all_ranks": do_nothing},
+        {"naive train": train_nothing},
     ],
-    ids=["none", "sum", "rank zero only", "no broadcast"],
+    ids=[
+        "none",
+        "sum",
+        "float32",
+        "rank zero only",
+        "no broadcast",
+        "bits",
+        "all alike",
+    ],
 )
 def test_lesson_notices_what_is_broken(
     worker_pool: WorkerPool, fault: dict[str, Any]
@@ -226,10 +250,13 @@ def check_of_a_broken_run(fault: str) -> tuple[Any, str]:
     fakes = {
         "bypass": ("DistributedDataParallel", Bypass),
         "sampler": ("DistributedSampler", lambda data, **_: AllOfIt(data)),
+        "gradient": ("gradient_error", lambda *_: 1e-4 * dist.get_rank()),
+        "bits": ("ranks", mock.Mock(same_on_all_ranks=do_nothing)),
     }
     name, fake = fakes[fault]
     with (
         fewer_points(train),
+        in_the_pool(train),
         mock.patch.object(train, name, fake),
         contextlib.redirect_stderr(errors),
         contextlib.redirect_stdout(io.StringIO()),
@@ -263,14 +290,36 @@ class AllOfIt(SequentialSampler):
         """Ignore the epoch."""
 
 
+@pytest.mark.parametrize("fault", ["bypass", "gradient", "bits"])
 def test_training_notices_a_model_that_is_not_synchronised(
-    worker_pool: WorkerPool,
+    worker_pool: WorkerPool, fault: str
 ) -> None:
-    ends = worker_pool.run(check_of_a_broken_run, "bypass")
+    ends = worker_pool.run(check_of_a_broken_run, fault)
     assert [code for code, _ in ends] == [1, 1]
     assert ends[0][1].startswith(
         "check failed on ranks [0, 1], not so: 2 rank(s) hold the same"
     )
+
+
+def errors_of_gradients() -> list[float]:
+    """Compare DDP's gradient, and that of a model that is not synchronised."""
+    _, held_out = TERRAIN.sample_points(TERRAIN.load_terrain(), 64)
+    errors = []
+    for wrap in (DistributedDataParallel, Bypass):
+        torch.manual_seed(0)
+        model = wrap(TERRAIN.TerrainModel())
+        errors.append(TERRAIN.gradient_error(model, held_out))
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradient_is_compared_on_other_points_of_each_rank(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    # On equal points, a model that is not synchronised would have the same gradient.
+    results = worker_pool.run(errors_of_gradients, world_size=world_size)
+    assert len(results) == world_size
+    assert all(of_ddp < 1e-5 and alone > 0.05 for of_ddp, alone in results)
 
 
 def test_training_notices_points_that_are_seen_twice(worker_pool: WorkerPool) -> None:
@@ -452,6 +501,43 @@ def test_three_ways_to_join_count_two_ranks() -> None:
         "by_store       | 2 ranks",
         "check: 2 ranks joined in 3 ways",
     ]
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [1]])
+def test_each_way_to_join_says_where_the_store_is_and_who_asks(
+    ranks: list[int],
+) -> None:
+    module: Any = load_chapter(CHAPTER)["rendezvous"]
+    told: dict[str, str] = {}
+    joins = mock.Mock(side_effect=lambda *_, **__: told.update(os.environ))
+    calls, store = mock.Mock(), mock.Mock()
+    with (
+        mock.patch.dict(os.environ, clear=True),
+        mock.patch.multiple(
+            dist,
+            init_process_group=joins,
+            destroy_process_group=calls.leave,
+            TCPStore=store,
+        ),
+        mock.patch.multiple(
+            module, gather=lambda rank: ranks, say=mock.Mock(), check=calls.check
+        ),
+    ):
+        module.main(1, [7, 8, 9])
+    assert told == {
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "7"},
+        **{"RANK": "1", "WORLD_SIZE": "2"},
+    }
+    me = {"rank": 1, "world_size": 2, "timeout": module.LIMIT}
+    assert joins.call_args_list == [
+        mock.call("gloo", timeout=module.LIMIT),
+        mock.call("gloo", init_method="tcp://127.0.0.1:8", **me),
+        mock.call("gloo", store=store.return_value, **me),
+    ]
+    store.assert_called_once_with("127.0.0.1", 9, is_master=False)
+    is_right, claim = ranks == [0, 1], "2 ranks joined in 3 ways"
+    last = [mock.call.check(is_right, claim), mock.call.leave()]
+    assert calls.mock_calls == [mock.call.leave(), mock.call.leave(), *last]
 
 
 # What runs on each of two nodes, which here are two processes of one machine.
