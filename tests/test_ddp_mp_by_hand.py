@@ -228,6 +228,7 @@ def weights_before_and_after_wrapping() -> dict[str, tuple[torch.Tensor, torch.T
     for way in ALL:
         torch.manual_seed(100 + dist.get_rank())
         module = Knotty()
+        module.gaps = nn.Parameter(torch.randn(8, 6)[:, ::2])  # every other column
         before = flat(module).clone()
         results[way] = (before, flat(wrap(way, module).module))
     return results
@@ -287,7 +288,7 @@ def buffers_around_no_sync() -> list[Any]:
     """Give this rank's number to a buffer before each forward pass; return it after.
 
     And whether the wrapper synchronises again when an inner `no_sync` has ended, and
-    when the outer one has.
+    when the outer one has. The last pass is without gradients.
     """
     module = nn.BatchNorm1d(8, momentum=0.0)
     model, found = wrap("naive", module), []
@@ -303,25 +304,41 @@ def buffers_around_no_sync() -> list[Any]:
             found.append(after_forward())
         found.append(model.is_syncing)
     found += [model.is_syncing, after_forward()]
+    with torch.no_grad():
+        found.append(after_forward())
     return found
 
 
-def test_no_sync_keeps_buffers_and_can_be_nested(worker_pool: WorkerPool) -> None:
+def test_no_sync_and_no_grad_keep_buffers_and_no_sync_can_be_nested(
+    worker_pool: WorkerPool,
+) -> None:
     found = worker_pool.run(buffers_around_no_sync)
-    assert found == [[0, own, False, True, 0] for own in (0, 1)]
+    assert found == [[0, own, False, True, 0, own] for own in (0, 1)]
 
 
 def handles_after_a_step() -> list[bool]:
     """Take a step with several buckets; which of them still has a handle?"""
     model = wrap("one bucket a parameter", Knotty())
-    loss_of(model, batches_of(1, BATCH, torch.float32)[0]).backward()
-    in_flight = [bucket.work is not None for bucket in model.buckets]
-    model.finish_gradient_sync()
+    real, works = dist.all_reduce, []
+
+    def all_reduce(*arguments: Any, **options: Any) -> Any:
+        works.append(mock.Mock(wraps=real(*arguments, **options)))
+        return works[-1]
+
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        loss_of(model, batches_of(1, BATCH, torch.float32)[0]).backward()
+        in_flight = [bucket.work is not None for bucket in model.buckets]
+        # Backward has gone on: it has waited for none of those that it started.
+        assert len(works) > 3 and not any(work.wait.called for work in works)
+        model.finish_gradient_sync()
+    assert len(works) == len(in_flight) and all(work.wait.called for work in works)
     assert len(in_flight) > 3 and any(in_flight)
     return [bucket.work is not None for bucket in model.buckets]
 
 
-def test_no_bucket_keeps_its_handle(worker_pool: WorkerPool) -> None:
+def test_backward_waits_for_no_bucket_and_none_keeps_its_handle(
+    worker_pool: WorkerPool,
+) -> None:
     found = worker_pool.run(handles_after_a_step)
     assert len(found) == 2 and not any(any(of_rank) for of_rank in found)
 
