@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from matplotlib.cbook import get_sample_data
 from PIL import Image
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -101,6 +102,35 @@ def test_half_of_the_points_is_west_or_east() -> None:
     assert east[1].flatten().tolist() == [0.0, 2.0]
 
 
+def points_of(data: TensorDataset) -> set[tuple[float, ...]]:
+    """Return places with their heights, (x, y, height)."""
+    return set(map(tuple, torch.cat(data.tensors, dim=1).tolist()))
+
+
+def test_map_lies_as_it_should_and_held_out_points_are_unseen() -> None:
+    terrain = TERRAIN.load_terrain()
+    path = get_sample_data("jacksboro_fault_dem.npz", asfileobj=False)
+    metres = np.load(path)["elevation"]  # its first row is the north, see the picture
+    assert terrain.shape == metres.shape == (344, 403)
+    drawn = (terrain.heights * terrain.std + terrain.mean).view(344, 403)
+    assert np.allclose(drawn, metres, atol=1e-3)
+    x, y = terrain.places.view(344, 403, 2).unbind(-1)
+    assert (x[0, 0], x[0, -1]) == (-1, 1) and torch.equal(x[0], x[-1])
+    assert y[0, 0] == -y[-1, 0] == pytest.approx(344 / 403)
+    assert torch.equal(y[:, 0], y[:, -1])
+    everything = points_of(TensorDataset(terrain.places, terrain.heights))
+    for count in (192, 4096, len(terrain.places) - 4096):
+        seen, held_out = map(points_of, TERRAIN.sample_points(terrain, count))
+        assert (len(seen), len(held_out)) == (count, 4096)
+        assert not seen & held_out and seen | held_out <= everything
+    # A model of one height everywhere, two standard deviations above the mean.
+    flat, (all_cells, _) = nn.Linear(2, 1), TERRAIN.sample_points(terrain, 138_632)
+    nn.init.zeros_(flat.weight)
+    nn.init.constant_(flat.bias, 2.0)
+    error = TERRAIN.rmse_in_metres(flat, all_cells, terrain)
+    assert error == pytest.approx(5**0.5 * metres.std(), rel=1e-4)
+
+
 def main_with_fakes(rank: int, **fakes: Any) -> mock.Mock:
     """Run west_and_east.main in this process, without training; return its `check`."""
     nothing = mock.Mock()
@@ -109,7 +139,7 @@ def main_with_fakes(rank: int, **fakes: Any) -> mock.Mock:
         patch = stack.enter_context
         patch(mock.patch.object(dist, "get_rank", return_value=rank))
         patch(mock.patch.object(WEST_EAST, "DistributedDataParallel", lambda m: m))
-        for name in names:
+        for name in {*names, *fakes}:
             patch(mock.patch.object(WEST_EAST, name, fakes.get(name, nothing)))
         patch(mock.patch.object(WEST_EAST, "join", return_value=torch.device("cpu")))
         WEST_EAST.main(50)
@@ -156,8 +186,9 @@ def test_no_rank_trains_on_a_point_of_the_other_half() -> None:
 
     sides = []
     for rank in (0, 1):
-        fit = mock.Mock()
-        main_with_fakes(rank, fit=fit, gather=mock.Mock(return_value=GOOD))
+        fit, say, rmse = mock.Mock(), mock.Mock(), mock.Mock(return_value=1.0)
+        good = mock.Mock(return_value=GOOD)
+        main_with_fakes(rank, fit=fit, gather=good, say=say, rmse_in_metres=rmse)
         # Alone and under DDP: the same points, first weights and batches.
         (alone, data, *rest), (together, same_data, *same_rest) = (
             call.args for call in fit.call_args_list
@@ -166,6 +197,14 @@ def test_no_rank_trains_on_a_point_of_the_other_half() -> None:
         assert all(map(torch.equal, data.tensors, same_data.tensors))
         assert all(map(torch.equal, alone.parameters(), together.parameters()))
         assert 60_000 < len(data) < 75_000
+        # What the models are measured on, west and east, has not been trained on.
+        halves = [call.args[1] for call in rmse.call_args_list]
+        assert len(halves) == 4 and sum(map(len, halves[:2])) == 4096
+        assert not any(points_of(half) & points_of(data) for half in halves)
+        metres = [half.tensors[1] * TERRAIN.load_terrain().std for half in halves[:2]]
+        flat = [one.square().mean().sqrt().item() for one in metres]
+        row = f"predicting the mean {flat[0]:8.1f}{flat[1]:8.1f}"
+        assert say.call_args_list[-1] == mock.call(row)
         seen: list[torch.Tensor] = []
         WEST_EAST.fit(Recorder(2, 1), data, rank, 2)
         places = torch.cat(seen)
