@@ -8,9 +8,11 @@ has is not here: the CPU build does not know it.
 import inspect
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.amp.grad_scaler import GradScaler
@@ -28,6 +30,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
 from torch.distributed.run import get_args_parser
+from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException
 from torch.utils.data import DataLoader, DistributedSampler
 
 from launch import ROOT, clean_environment, python
@@ -57,6 +60,25 @@ def torchrun_default(name: str) -> object:
     return get_args_parser().get_default(name)
 
 
+def how_spawn_ends_a_rank() -> list[object]:
+    """Let a rank fail beside one that heeds no signal; return what is done to that."""
+    (failed, end), (busy, other_end) = (socket.socketpair() for _ in range(2))
+    with failed, busy, other_end:
+        end.close()  # of a process that has ended, the sentinel can be read
+        processes = [
+            mock.Mock(sentinel=failed.fileno(), exitcode=1, error_file=None),
+            mock.Mock(sentinel=busy.fileno(), exitcode=None),
+        ]
+        processes[0].is_alive.return_value = False
+        context, done = ProcessContext(processes, ["", ""]), []
+        processes[1].terminate.side_effect = lambda: done.append("SIGTERM")
+        processes[1].kill.side_effect = lambda: done.append("SIGKILL")
+        wait = mock.patch.object(context, "_join_procs_with_timeout", done.append)
+        with wait, pytest.raises(ProcessExitedException):
+            context.join()
+    return done
+
+
 FAULTS, CLUSTER = "03_ddp_torchrun/fault_tolerance", "03_ddp_torchrun/cluster"
 # A page, words of it, the number that they say, and who knows it.
 CITED: list[tuple[str, str, object, Callable[[], object]]] = [
@@ -77,6 +99,12 @@ CITED: list[tuple[str, str, object, Callable[[], object]]] = [
         "Ten minutes pass before the error",
         10 * 60.0,
         lambda: RendezvousTimeout().join.total_seconds(),
+    ),
+    (
+        "02_ddp_mp/spawn/README.md",
+        "ends the others (SIGTERM, 30 s later SIGKILL) and raises an error",
+        ["SIGTERM", 30, "SIGKILL"],
+        how_spawn_ends_a_rank,
     ),
     (
         f"{FAULTS}/README.md",
