@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.run import config_from_args, get_args_parser
 
 from launch import ROOT, clean_environment, python, torchrun
-from lessons import run_lesson
+from lessons import in_the_pool, run_lesson
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -389,6 +389,32 @@ def test_send_and_receive_on_every_rank(
     lines = [f"{way} | ranks 0, 1, ... have {from_left}" for way in ways]
     assert by_rank[0].splitlines() == [*lines, claim]
     assert by_rank[1:] == [""] * (world_size - 1)
+
+
+def pass_on_except_by(way: str) -> tuple[Any, str]:
+    """Run the lesson with a way that passes nothing on; return exit code and words."""
+    module, errors = load_chapter(CHAPTER)["send_recv"], io.StringIO()
+    keep = mock.Mock(side_effect=lambda mine, left, right: mine, __name__=way)
+    with (
+        in_the_pool(module),
+        mock.patch.object(module, way, keep),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            module.pass_on(dist.get_rank(), dist.get_world_size())
+        except SystemExit as end:
+            return end.code, errors.getvalue()
+    return 0, ""
+
+
+@pytest.mark.parametrize("way", ["blocking", "non_blocking", "batched"])
+def test_send_and_receive_lesson_notices_a_way_that_passes_nothing_on(
+    worker_pool: WorkerPool, way: str
+) -> None:
+    claim = "in 3 ways every rank has its left neighbour's number"
+    ends = worker_pool.run(pass_on_except_by, way)
+    assert ends == [(1, f"check failed on ranks [0, 1], not so: {claim}\n"), (1, "")]
 
 
 def what_a_wrong_neighbour_sends() -> list[float]:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import pickle
 import sys
+import time
 from typing import Any
 from unittest import mock
 
@@ -38,8 +39,8 @@ def surprised() -> list[str]:
         return list(objects.HAS_RUN)
 
 
-def objects_lesson(is_safe: bool) -> tuple[Any, str]:
-    """Run the lesson, also as if unpickling ran nothing; return exit code and words."""
+def objects_lesson(fault: str) -> tuple[Any, str]:
+    """Run the lesson, also with a fault; return exit code and words."""
     objects = load_chapter(CHAPTER)["objects"]
     objects.HAS_RUN.clear()
     output = io.StringIO()
@@ -48,9 +49,14 @@ def objects_lesson(is_safe: bool) -> tuple[Any, str]:
         stack.enter_context(in_the_pool(objects))
         stack.enter_context(contextlib.redirect_stdout(output))
         stack.enter_context(contextlib.redirect_stderr(output))
-        if is_safe:
+        if fault == "nothing ran":
             harmless = mock.patch.object(objects, "Surprise", list)
             stack.enter_context(harmless)
+        elif fault:  # one of the four collectives brings what is rank 0's
+            received = objects.expected(0, dist.get_world_size())
+            right = objects.expected(dist.get_rank(), dist.get_world_size())
+            wrong = mock.Mock(return_value=right | {fault: received[fault]})
+            stack.enter_context(mock.patch.object(objects, "exchange_objects", wrong))
         try:
             objects.main()
         except SystemExit as end:
@@ -67,7 +73,14 @@ def row_and_column() -> tuple[str, str]:
 
 def reduced_later() -> tuple[bool | None, float]:
     """Start an all-reduce as the lesson does; return what it tells."""
-    return load_chapter(CHAPTER)["async_all_reduce"].all_reduce_later()
+    send = dist.send
+
+    def send_and_sleep(*arguments: Any, **options: Any) -> None:
+        send(*arguments, **options)
+        time.sleep(0.2)  # enough for rank 1 to make its call
+
+    with mock.patch.object(dist, "send", send_and_sleep):
+        return load_chapter(CHAPTER)["async_all_reduce"].all_reduce_later()
 
 
 def async_lesson(fault: str) -> tuple[Any, str]:
@@ -98,9 +111,12 @@ def name_of_the_next_group() -> str:
     return f"{asked.call_args.args[5]}"
 
 
-def tags_taken_in_order() -> list[float]:
-    """Take two tagged messages as the lesson does."""
-    return load_chapter(CHAPTER)["groups"].second_message_first()
+def tags_taken_in_order() -> tuple[list[float], list[int]]:
+    """Take two tagged messages as the lesson does; return them, and the tags asked."""
+    received = mock.Mock(side_effect=dist.recv)
+    with mock.patch.object(dist, "recv", received):
+        messages = load_chapter(CHAPTER)["groups"].second_message_first()
+    return messages, [call.kwargs["tag"] for call in received.call_args_list]
 
 
 def groups_lesson(fault: str) -> tuple[Any, str]:
@@ -173,7 +189,7 @@ def test_unpickling_runs_the_senders_choice(
 
 
 def test_objects_lesson(worker_pool: WorkerPool) -> None:
-    (code, printed), *others = worker_pool.run(objects_lesson, False, world_size=3)
+    (code, printed), *others = worker_pool.run(objects_lesson, "", world_size=3)
     assert (code, others) == (0, [(0, "")] * 2)
     ran = "['chosen by rank 0']"
     assert printed.splitlines()[-3:] == [
@@ -193,9 +209,18 @@ def test_a_pickled_list_of_floats_takes_more_than_twice_a_float32_tensor() -> No
 
 
 def test_objects_lesson_notices_that_nothing_ran(worker_pool: WorkerPool) -> None:
-    ends = worker_pool.run(objects_lesson, True, world_size=3)
+    ends = worker_pool.run(objects_lesson, "nothing ran", world_size=3)
     assert [code for code, _ in ends] == [1, 1, 1]
     assert "check failed on ranks [1, 2], not so: 4 object collectives" in ends[0][1]
+
+
+@pytest.mark.parametrize("name", ["scatter_object_list", "gather_object"])
+def test_objects_lesson_notices_a_wrong_object(
+    worker_pool: WorkerPool, name: str
+) -> None:
+    ends = worker_pool.run(objects_lesson, name)
+    assert [code for code, _ in ends] == [1, 1]
+    assert "check failed on ranks [1], not so: 4 object collectives" in ends[0][1]
 
 
 # --- Groups and tags. ----------
@@ -218,10 +243,11 @@ def test_a_rank_that_leaves_a_group_out_looks_for_the_next_elsewhere(
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_tags_tell_messages_apart(worker_pool: WorkerPool, world_size: int) -> None:
-    nothing = [0.0, 0.0]
+    nothing: tuple[list[float], list[int]] = ([0.0, 0.0], [])
     others = [nothing] * (world_size - 2)
     results = worker_pool.run(tags_taken_in_order, world_size=world_size)
-    assert results == [nothing, [2.0, 1.0], *others]
+    # Rank 0 has sent 1 with tag 0, then 2 with tag 1.
+    assert results == [nothing, ([2.0, 1.0], [1, 0]), *others]
 
 
 @pytest.mark.parametrize(

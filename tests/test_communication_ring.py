@@ -3,11 +3,15 @@
 Its picture, the ring with pieces and times are in test_communication_bandwidth.py.
 """
 
+import contextlib
 import inspect
+import io
 import re
 import sys
 import time
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,6 +65,23 @@ def sent_for_a_sum(is_sparse: bool) -> tuple[bool, float | None]:
     sent = sent_bytes.sent_by_a_rank(lambda: dist.all_reduce(values))
     is_right = bool(values.to_dense().eq(dist.get_world_size()).all())
     return is_right, None if sent is None else sent / nbytes
+
+
+def sent_for_a_reduce_scatter() -> list[float | None]:
+    """Reduce-scatter 240,000 ones in both ways; return sizes sent by a rank."""
+    sent_bytes = load_chapter("03_ddp_torchrun/rules")["sent_bytes"]
+    world_size, found = dist.get_world_size(), []
+    ones = torch.ones(240_000)
+    parts, received = list(ones.chunk(world_size)), ones[: len(ones) // world_size] * 0
+    for call in (
+        lambda: dist.reduce_scatter(received, parts),
+        lambda: dist.reduce_scatter_single(received, ones),
+    ):
+        call()  # it connects the ranks
+        sent = sent_bytes.sent_by_a_rank(call)
+        assert received.unique().tolist() == [world_size]
+        found.append(None if sent is None else sent / ones.nbytes)
+    return found
 
 
 def ring_of_a_transposed_matrix() -> None:
@@ -172,6 +193,23 @@ def test_a_sparse_sum_sends_all_to_all(
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_reduce_scatter_sends_as_much_as_an_all_reduce(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    n = world_size
+    found = worker_pool.run(sent_for_a_reduce_scatter, world_size=n)
+    sent_in_all = [sent for ways in found for sent in ways]
+    assert len(sent_in_all) == 2 * n
+    # A reduce-scatter alone would need half of it: (n - 1) / n.
+    expected = pytest.approx(2 * (n - 1) / n, rel=0.03)
+    for sent in sent_in_all:
+        assert (sent is not None) == (sys.platform == "linux")
+        assert sent is None or sent == expected
+    page = (ROOT / CHAPTER / "bandwidth" / "README.md").read_text("utf-8")
+    assert "Gloo's reduce-scatter is an all-reduce of which" in " ".join(page.split())
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_all_ranks_hold_the_same_bits(worker_pool: WorkerPool, world_size: int) -> None:
     ranks = worker_pool.run(ring_of_fractions, world_size=world_size)
     assert len(ranks) == world_size
@@ -236,6 +274,36 @@ def test_ring_script(worker_pool: WorkerPool, world_size: int) -> None:
         lines.append(row)
     lines.append("check: 4 lengths: ring = through rank 0 = built-in; bytes by formula")
     assert ranks[0].splitlines() == lines
+
+
+def ring_lesson_with(fault: str) -> tuple[Any, str]:
+    """Run the lesson with a wrong function; return exit code and last words."""
+    naive, errors = RING.naive_all_reduce, io.StringIO()
+    name, function = {
+        # Both bring as many bytes as they should, and no sum.
+        "no ring": ("ring_all_reduce", lambda tensor: tensor.nbytes),
+        "no root": ("naive_all_reduce", lambda tensor: tensor.nbytes),
+        # On two ranks this is right on rank 0, and one byte too many on rank 1.
+        "bytes": ("ring_all_reduce", lambda tensor: naive(tensor) + dist.get_rank()),
+    }[fault]
+    with mock.patch.object(RING, name, function), contextlib.redirect_stderr(errors):
+        try:
+            return 0, run_lesson(CHAPTER, "ring_all_reduce")
+        except SystemExit as end:
+            return end.code, errors.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("fault", "failed"), [("no ring", [0, 1]), ("no root", [0, 1]), ("bytes", [1])]
+)
+def test_ring_lesson_notices_wrong_sums_and_bytes(
+    worker_pool: WorkerPool, fault: str, failed: list[int]
+) -> None:
+    claim = "4 lengths: ring = through rank 0 = built-in; bytes by formula"
+    assert worker_pool.run(ring_lesson_with, fault) == [
+        (1, f"check failed on ranks {failed}, not so: {claim}\n"),
+        (1, ""),
+    ]
 
 
 @pytest.mark.slow
