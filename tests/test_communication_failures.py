@@ -689,10 +689,13 @@ def sum_one_number_with_two() -> str:
     return "a sum"
 
 
-def test_other_lengths_may_time_out_on_all_ranks(worker_pool: WorkerPool) -> None:
+def test_other_lengths_may_time_out(worker_pool: WorkerPool) -> None:
     ends = worker_pool.run(sum_one_number_with_two, world_size=2)
+    timed_out = "Timed out waiting 1000ms"
     assert len(ends) == 2
-    assert all("Timed out waiting 1000ms" in end for end in ends), ends
+    assert any(timed_out in end for end in ends), ends
+    # If the other has not run out of time by then, its connection is closed.
+    assert all(re.search("|".join([timed_out, *LOST]), end) for end in ends), ends
 
 
 def wait_for_a_rank_that_left() -> str:
