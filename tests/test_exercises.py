@@ -652,6 +652,10 @@ def train_with_flaw(
             losses[len(loader)] = total
         if flaw == "sum":
             dist.all_reduce(total)
+        elif flaw == "averages objects":  # each of which is pickled, on each rank
+            totals: list[Any] = [None] * 2
+            dist.all_gather_object(totals, total)
+            total = sum(totals) / 2
         elif flaw != "local loss" and (flaw != "rank 0 alone" or rank == 0):
             dist.all_reduce(total, op=dist.ReduceOp.AVG)
         losses.append((total / len(loader)).item())
@@ -677,6 +681,7 @@ def test_training(worker_pool: WorkerPool, tmp_path: Path) -> None:
         (functools.partial(train_with_flaw, flaw=flaw), expected)
         for flaw, expected in {
             "": [""] * 2,
+            "averages objects": [""] * 2,
             "forgets the epoch": ["epoch 1 has the order of an epoch before"] * 2,
             "shuffles without a sampler": ["in epoch 0 the ranks saw 48 samples"] * 2,
             "local loss": [
@@ -741,6 +746,10 @@ def stop_with_flaw(
             dist.all_reduce(told, op=dist.ReduceOp.MAX)
             is_stop = told.item() > 0
             told = torch.tensor([float(is_told())])
+        elif flaw == "asks by objects":  # each of which is pickled, on each rank
+            everyone: list[Any] = [None] * 2
+            dist.all_gather_object(everyone, torch.tensor([float(is_told())]))
+            is_stop = bool(sum(everyone) > 0)
         elif flaw in ("listens to rank 0", "listens to rank 1"):
             told = torch.tensor([float(is_told())])
             dist.broadcast(told, src=int(flaw[-1]))
@@ -781,6 +790,7 @@ def test_stop_and_resume(worker_pool: WorkerPool, tmp_path: Path) -> None:
         for flaw, expected in {
             "": [""] * 2,
             "asks a step late": [""] * 2,
+            "asks by objects": [""] * 2,
             "waits for all": [told_0.format(12)] * 2,
             "listens to rank 1": [told_0.format(12)] * 2,
             "listens to rank 0": [f"{later}: {told_1.format(9)}"] * 2,

@@ -23,6 +23,7 @@ from noted_samples import (
     explain_order,
     explain_samples,
     explain_state,
+    files_written,
 )
 from ranks import read_options
 
@@ -79,7 +80,7 @@ def try_training(answer: Train) -> str:
         except Exception as failure:
             error = in_words(failure)
         weights = nn.utils.parameters_to_vector(model.parameters()).detach()
-        mine = error, dataset.seen, losses, weights, save.call_count
+        mine = error, dataset.seen, losses, weights, files_written(save)
         dist.all_gather_object(everyone, mine, group=aside)
         errors, seen, noted, by_rank, writes = zip(*everyone, strict=True)
         if any(errors):

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ask_ranks import ask_ranks, in_words
 from check_broken_training import draw_samples, plain_model
+from noted_samples import files_written
 from ranks import read_options
 
 WORLD_SIZE, STEPS = 2, 12
@@ -52,7 +53,7 @@ def try_stopping(answer: Train) -> str:
             except Exception as failure:
                 error = in_words(failure)
         # Also: nobody reads the file before it is written.
-        mine = taken[0], error, save.call_count
+        mine = taken[0], error, files_written(save)
         dist.all_gather_object(everyone, mine, group=aside)
         weights = nn.utils.parameters_to_vector(model.parameters()).detach()
         return list(everyone), weights
