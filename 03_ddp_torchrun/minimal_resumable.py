@@ -80,7 +80,7 @@ def main() -> None:
     schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
     parts, first_epoch = {"model": model, "adam": optimizer, "schedule": schedule}, 0
     if FILE.exists():  # on every machine, so on a file system that they share
-        saved = torch.load(FILE, map_location=device)
+        saved = torch.load(FILE, map_location="cpu")  # Adam counts its steps there
         try:
             for name, part in parts.items():
                 part.load_state_dict(saved[name])

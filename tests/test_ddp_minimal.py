@@ -3,8 +3,10 @@
 import contextlib
 import copy
 import functools
+import inspect
 import io
 import os
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -87,7 +89,8 @@ def test_two_ranks_train_as_one_process(worker_pool: WorkerPool, chapter: str) -
     assert (other[2], other[3]) == ("", 0)
 
 
-def test_the_device_is_set_before_the_group_is_joined() -> None:
+@pytest.mark.parametrize("script", ["minimal", "minimal_resumable"])
+def test_the_device_is_set_before_the_group_is_joined(script: str) -> None:
     calls = mock.Mock()
     calls.join.side_effect = InterruptedError
     cuda = torch.device("cuda", 1)
@@ -99,7 +102,7 @@ def test_the_device_is_set_before_the_group_is_joined() -> None:
         mock.patch.object(torch.distributed, "init_process_group", calls.join),
         pytest.raises(InterruptedError),
     ):
-        load_chapter("03_ddp_torchrun")["minimal"].main()
+        load_chapter("03_ddp_torchrun")[script].main()
     assert calls.mock_calls == [mock.call.set_device(1), mock.call.join("nccl")]
 
 
@@ -140,9 +143,11 @@ def resumable(
     output, path = io.StringIO(), Path(folder, "resumable.pt")
     evaluate, save, called = module.validation_loss, torch.save, []
     older: list[Any] = []
+    held_out = module.load_text(None, 128)[1]
 
     def evaluate_or_die(*arguments: Any) -> float:
         called.append("evaluate")
+        assert torch.equal(arguments[1].text, held_out)
         if dies_in == "evaluate" and len(called) == 2:
             raise Died
         # Each rank draws masks of its own in each epoch, and evaluation draws none.
@@ -216,10 +221,36 @@ def test_a_run_that_died_resumes_with_the_same_bits(
         "epoch 1 | validation loss ",
     ]
     assert half["epoch"] == 1 and resumed["epoch"] == expected["epoch"] == 2
+    # A cosine: half of the highest rate after half of the steps, at the end nothing.
+    rates = [state["schedule"]["_last_lr"][0] for state in (half, resumed, expected)]
+    assert rates == pytest.approx([1e-3, 0, 0], abs=1e-9)
     assert said_first.splitlines()[1:] == epochs[: 1 + (dies_in == "save")]
     assert said_then.splitlines() == ["2 ranks on cpu: epochs 1 to 2", *epochs[1:]]
     assert not torch.equal(weights_of(half), weights_of(expected))
     assert torch.equal(weights_of(resumed), weights_of(expected))
+
+
+def test_a_checkpoint_is_loaded_where_adam_counts_its_steps(tmp_path: Path) -> None:
+    # An optimizer's state follows its parameters, but for the number of its step. On a
+    # GPU it would be fetched for each parameter in each step. "meta" stands for a GPU.
+    source = inspect.getsource(load_chapter("03_ddp_torchrun")["minimal_resumable"])
+    (place,) = re.findall(r"torch.load\(FILE, map_location=(.*?)\)", source)
+    adam = torch.optim.AdamW([weight := torch.nn.Parameter(torch.ones(2))])
+    weight.grad = torch.ones(2)
+    adam.step()
+    torch.save(adam.state_dict(), tmp_path / "adam.pt")
+    found = {}
+    for device in ('"cpu"', '"meta"'):
+        there = torch.nn.Parameter(torch.ones(2, device="meta"))
+        resumed = torch.optim.AdamW([there])
+        resumed.load_state_dict(
+            torch.load(tmp_path / "adam.pt", map_location=device.strip('"'))
+        )
+        state = resumed.state[there]
+        assert state["exp_avg"].device.type == "meta"
+        found[device] = state["step"].device.type
+    assert adam.state[weight]["step"].device.type == "cpu"
+    assert found == {'"cpu"': "cpu", '"meta"': "meta"} and found[place] == "cpu"
 
 
 def test_epochs_on_two_ranks_are_those_of_one(
