@@ -112,6 +112,28 @@ def one_batch_less(batches: list[Any], device: torch.device) -> Iterator[Any]:
     return iter(batches[:2])
 
 
+def a_little_too_large(ddp_model: DistributedDataParallel, batches: Any) -> None:
+    """Accumulate gradients of which each is a little too large."""
+    script("accumulation").accumulate_unequal(ddp_model, batches)
+    (weight,) = ddp_model.parameters()
+    assert weight.grad is not None
+    weight.grad *= 1 + 1e-4
+
+
+class WithoutNoSync(DistributedDataParallel):
+    """A DDP that all-reduces in every backward pass."""
+
+    no_sync = staticmethod(contextlib.nullcontext)  # type: ignore[assignment]
+
+
+def with_gradients_left(ddp_model: DistributedDataParallel) -> float | None:
+    """Validate as `on_all_ranks` does, and leave gradients to be added to."""
+    rank_zero = script("rank_zero")
+    ddp_model.module(rank_zero.INPUTS + 1).sum().backward()
+    loss = rank_zero.validate(ddp_model.module)
+    return loss if dist.get_rank() == 0 else None
+
+
 def skipped_wait(*arguments: Any) -> list[str]:
     """Stand for what a lesson waits for in vain."""
     return ["", ""]
@@ -122,6 +144,8 @@ FAULTS = [
     ("accumulation", {"accumulate": "no_sync_too_late"}),
     ("accumulation", {"accumulate": "undivided"}),
     ("accumulation", {"accumulate_unequal": "accumulate"}),
+    ("accumulation", {"accumulate": a_little_too_large}),
+    ("accumulation", {"DDP": WithoutNoSync}),
     ("uneven_inputs", {"train_together": "train_joined"}),
     ("uneven_inputs", {"while_all_have": one_batch_less}),
     ("initial_weights", {"load_before_wrapping": "load_after_wrapping"}),
@@ -131,6 +155,7 @@ FAULTS = [
         {"DDP": partial(DistributedDataParallel, forward_sync_buffers=False)},
     ),
     ("rank_zero", {"on_all_ranks": own_shard_only}),
+    ("rank_zero", {"on_all_ranks": with_gradients_left}),
     ("rank_zero", {"on_rank_zero_alone": own_shard_only}),
     ("main_process", {"is_rank_zero": "is_first_on_its_machine"}),
     ("main_process", {"is_first_on_its_machine": "is_rank_zero"}),
@@ -410,11 +435,12 @@ def test_join_equals_one_process_but_not_the_optimizers(
     assert results == [[(1, 1), (1, world_size), (1, 1)]] * world_size
 
 
-def errors_at_the_end() -> tuple[list[str], int, list[str]]:
-    """Train without join, and with a join that raises; return what is said."""
+def errors_at_the_end() -> tuple[int, list[str], int, list[str]]:
+    """Train without join, and with a join that raises; return steps and errors."""
     uneven = script("uneven_inputs")
     batches = uneven.batches_of(dist.get_rank())
-    hang = uneven.wait_in_vain(batches)
+    hang = uneven.wait_in_vain(rest := iter(batches))
+    begun = len(batches) - len(list(rest))
     model, optimizer = uneven.linear_model()
     ddp_model, steps, text = DistributedDataParallel(model), 0, ""
     try:
@@ -424,7 +450,7 @@ def errors_at_the_end() -> tuple[list[str], int, list[str]]:
                 steps += 1
     except RuntimeError as error:
         text = str(error)
-    return hang, steps, gather(text)
+    return begun, hang, steps, gather(text)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -433,7 +459,8 @@ def test_a_rank_with_more_batches_waits_or_is_told(
 ) -> None:
     results = worker_pool.run(errors_at_the_end, world_size=world_size)
     assert len(results) == world_size
-    for hang, steps, thrown in results:
+    for rank, (begun, hang, steps, thrown) in enumerate(results):
+        assert begun == (4 if rank else 3)  # the fourth step has no partner
         assert hang[0] == ""
         # Which of the ranks gives up first, and in what, is not fixed.
         lost = ("imed out", "losed", "closure", "reset")

@@ -861,11 +861,22 @@ class Silent(DistributedDataParallel):
         return self.module(*args)
 
 
+class Nearly(DistributedDataParallel):
+    """A DDP whose gradients are a little too large."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Let backward enlarge each gradient."""
+        super().__init__(module)
+        for parameter in module.parameters():
+            parameter.register_hook(lambda gradient: gradient * (1 + 1e-4))
+
+
 def ways_ending(fault: str) -> tuple[Any, str]:
     """Run the lesson with one fault."""
     faults: dict[str, dict[str, Any]] = {
         "": {},
         "silent": {"DistributedDataParallel": Silent},
+        "nearly": {"DistributedDataParallel": Nearly},
         "nothing wrong": {"two_backwards": two_forwards.one_backward},
         "past DDP": {
             "in_turn": past_ddp_at_last,
@@ -883,7 +894,7 @@ def test_lesson_on_two_forwards_holds_on_three_ranks(worker_pool: WorkerPool) ->
     assert ends == [(0, f"check: {CLAIM_OF_WAYS}"), (0, ""), (0, "")]
 
 
-@pytest.mark.parametrize("fault", ["silent", "nothing wrong", "past DDP"])
+@pytest.mark.parametrize("fault", ["silent", "nearly", "nothing wrong", "past DDP"])
 def test_lesson_notices_a_way_that_is_not_as_described(
     worker_pool: WorkerPool, fault: str
 ) -> None:
