@@ -1,6 +1,7 @@
 """Chapter 03, cluster/: what is said of several machines, tried on several hosts."""
 
 import contextlib
+import io
 import os
 import random
 import re
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.run import determine_local_world_size
 
 from launch import ROOT, Result, clean_environment, free_port, python, run
+from lessons import run_lesson
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -411,6 +414,23 @@ def test_one_rank_downloads_to_each_disk_and_the_others_wait(
     assert len(list(tmp_path.iterdir())) == len(first)
 
 
+def everybody_downloads() -> Any:
+    """Run the lesson with a download on every rank; return how it ends."""
+    module = load_chapter("03_ddp_torchrun/cluster")["who_is_where"]
+    with (
+        mock.patch.dict(os.environ, GROUP_RANK="0"),
+        mock.patch.object(module, "once_per_disk", lambda download, _: download()),
+        contextlib.redirect_stderr(io.StringIO()),
+        pytest.raises(SystemExit) as end,
+    ):
+        run_lesson("03_ddp_torchrun/cluster", "who_is_where")
+    return end.value.code
+
+
+def test_lesson_notices_that_every_rank_downloads(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(everybody_downloads) == [1, 1]
+
+
 def test_ranks_for_each_device_are_refused_or_those_of_the_cores() -> None:
     # Where there is no GPU, or none that works. With `auto` nobody notices.
     if torch.accelerator.is_available():
@@ -588,6 +608,24 @@ def test_every_caller_is_answered_at_every_address_of_the_host() -> None:
     assert said.count(" has reached us\n") == len(hosts)
     assert said.endswith(f"\ncheck: answered {len(hosts)} of {len(hosts)}\n")
     assert listener.returncode == 0
+
+
+@pytest.mark.parametrize("greeting", [b"SSH-2.0\n", b""])
+def test_whoever_else_answers_is_no_listener_of_ours(
+    capsys: pytest.CaptureFixture[str], greeting: bytes
+) -> None:
+    def answer() -> None:
+        with server.accept()[0] as caller:
+            caller.sendall(greeting)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as one:
+        answered = one.submit(answer)
+        port = server.getsockname()[1]
+        can_reach = load_chapter("03_ddp_torchrun/cluster")["can_reach"]
+        can_reach.call("127.0.0.1", port, 5)
+        answered.result()
+    end = f"check: reached port {port}, where something else listens\n"
+    assert capsys.readouterr().out.endswith(end)
 
 
 def test_an_address_that_no_host_has(laboratory: None) -> None:

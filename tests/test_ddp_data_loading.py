@@ -100,8 +100,22 @@ def forget_the_epoch() -> tuple[int, str]:
         return end_of_lesson("worker_seeds")
 
 
+def draw_other_numbers() -> tuple[int, str]:
+    """Augment by half of what one process draws: distinct numbers, but not its."""
+    seeds = script("worker_seeds")
+    right = seeds.two_epochs
+
+    def halved(name: str) -> list[dict[int, float]]:
+        return [{i: n / 2 for i, n in epoch.items()} for epoch in right(name)]
+
+    with mock.patch.object(seeds, "two_epochs", halved):
+        return end_of_lesson("worker_seeds")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", [forget_the_rank, forget_the_epoch])
+@pytest.mark.parametrize(
+    "broken", [forget_the_rank, forget_the_epoch, draw_other_numbers]
+)
 def test_wrong_seeds_are_found(worker_pool: WorkerPool, broken: Any) -> None:
     results = worker_pool.run(broken)
     assert [status for status, _ in results] == [1, 1]
@@ -283,6 +297,26 @@ def test_python_objects_are_copied_by_reading(
     assert "check: the list was copied" in output
 
 
+@pytest.mark.parametrize(
+    ("added", "is_right"),
+    [
+        *(([17, 3, 3], True), ([15, 0, 0], False)),
+        *(([27, 4, 0], False), ([27, 0, 4], False)),
+    ],
+)
+def test_copies_are_held_against_16_mb_of_text(
+    monkeypatch: pytest.MonkeyPatch, added: list[float], is_right: bool
+) -> None:
+    module = script("copy_on_write")
+    monkeypatch.setattr("sys.argv", ["copy_on_write.py"])
+    monkeypatch.setattr(module, "hold", lambda *_: None)
+    grown = mock.Mock(side_effect=added)
+    monkeypatch.setattr(module, "grown_in_a_worker", grown)
+    with contextlib.nullcontext() if is_right else pytest.raises(SystemExit):
+        module.main()
+    assert grown.call_count == 3
+
+
 def written_by_rank_zero(path: str) -> dict[str, list[int]]:
     """Change samples on rank 0; return what this rank has afterwards."""
     if dist.get_rank() == 0:
@@ -380,6 +414,18 @@ def test_batches_in_flight_take_workers_times_prefetch(worker_pool: WorkerPool) 
     assert "3 workers x 2 batches x 6.3 MB" in output
     (held,) = re.findall(r"in /dev/shm: ([\d.]+) MB", output)
     assert float(held) == pytest.approx(3 * 2 * 6.29, rel=0.1)
+
+
+@pytest.mark.parametrize(("held", "is_right"), [(25.2, True), (20, False), (31, False)])
+def test_what_waits_is_held_against_the_product(
+    monkeypatch: pytest.MonkeyPatch, held: float, is_right: bool
+) -> None:
+    module = script("shared_memory")
+    monkeypatch.setattr("sys.argv", ["shared_memory.py"])
+    monkeypatch.setattr(module, "DataLoader", lambda *_, **__: range(2))
+    monkeypatch.setattr(module, "wait_for", lambda _: held)
+    with contextlib.nullcontext() if is_right else pytest.raises(SystemExit):
+        module.main()
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")

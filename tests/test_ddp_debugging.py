@@ -281,6 +281,11 @@ def test_prefetchers_differ_where_a_line_is_damaged() -> None:
         assert got == [[1.0, 2.0], [3.0, 4.0]]
     with pytest.raises(ValueError, match="could not convert string to float: 'x'"):
         loud.next_sample()
+    # Nor does the loud one wait for ever where its thread cannot even say an error.
+    loud.samples.put(torch.ones(1))
+    with mock.patch.object(loud.samples, "get", wraps=loud.samples.get) as got:
+        loud.next_sample()
+    assert got.mock_calls == [mock.call(timeout=60)]
     waits = threading.Thread(target=silent.next_sample, daemon=True)
     waits.start()
     waits.join(0.5)

@@ -942,6 +942,25 @@ def test_ranks_that_find_different_checkpoints_stop(worker_pool: WorkerPool) -> 
     assert said == [line, line]
 
 
+def step_to_agree_on(words: list[str]) -> int:
+    """Begin a run whose ranks do not agree; return the step that this one names."""
+    agree = mock.Mock(side_effect=Stop)
+    with mock.patch.object(CHECKPOINT, "agree_on_step", agree):
+        train(words)
+    return agree.call_args.args[0]
+
+
+def test_each_rank_names_the_step_of_its_own_checkpoint(
+    worker_pool: WorkerPool,
+    text: Path,
+    tmp_path: Path,
+    in_the_middle: tuple[dict[str, Any], list[Any]],
+) -> None:
+    path = tmp_path / "gpt.pt"
+    torch.save(in_the_middle[0], path)
+    assert worker_pool.run(step_to_agree_on, words_for(text, path, 2)) == [4, 4]
+
+
 # --- Damaged, foreign and other bad input: one line, status 2. ----------
 
 
@@ -1200,6 +1219,22 @@ def test_left_out_py_shows_what_each_entry_is_for(worker_pool: WorkerPool) -> No
     assert printed.endswith(claim)
 
 
+def left_out_without_dropout() -> Any:
+    """Run the lesson where no random number is drawn; return how it ends."""
+    config = TRAIN.GPTConfig
+    with (
+        mock.patch.object(TRAIN, "GPTConfig", lambda **s: config(**s | {"dropout": 0})),
+        contextlib.redirect_stderr(io.StringIO()),
+        pytest.raises(SystemExit) as end,
+    ):
+        run_lesson(PLACE, "left_out")
+    return end.value.code
+
+
+def test_left_out_py_fails_if_an_entry_is_not_needed(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(left_out_without_dropout) == [1, 1]
+
+
 @pytest.mark.parametrize("script", ["crashes", "world_changes", "who_may_die"])
 def test_what_starts_ranks_refuses_to_be_one(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -1245,6 +1280,21 @@ def test_crashes_py_counts_what_differs(
     torch.save(changed, paths[1])
     with pytest.raises(ValueError, match="shorter"):
         CRASHES.different_values(*paths)
+
+
+def test_crashes_py_fails_if_a_value_differs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["crashes.py", "--kills=1", "--steps=30"])
+    monkeypatch.setattr(CRASHES, "Torchruns", mock.MagicMock())
+    monkeypatch.setattr(CRASHES, "different_values", lambda *_: (0, 9000))
+    CRASHES.main()
+    result = "killed 1 times, 0 of 9,000 values differ"
+    said = capsys.readouterr().out
+    assert said.endswith(f"check: {result} from the uninterrupted run's\n")
+    monkeypatch.setattr(CRASHES, "different_values", lambda *_: (1, 9000))
+    with pytest.raises(SystemExit, match="killed 1 times, 1 of 9,000 values differ"):
+        CRASHES.main()
 
 
 LINES = ["ranks: 2, threads for each: 1", "checkpoint: none yet"]

@@ -7,6 +7,7 @@ import os
 import random
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -310,6 +311,17 @@ def test_scaling_notes_all_cases(worker_pool: WorkerPool, tmp_path: Path) -> Non
     assert PREDICT.predict(cases, [0])["one bucket", 3] > 0
 
 
+def test_one_way_alone_overlaps() -> None:
+    when = {}
+    for way in SCALING.WAYS:
+        team = mock.Mock(sync=mock.Mock(buckets=[]))
+        case = {"way": way, "samples": 2, "compute": [], "ready": [], "measured": []}
+        SCALING.measure_case(team, case)
+        when[way] = [call.args[2] for call in team.seconds.mock_calls]
+    assert when.pop("overlap") == ["never", "during backward"]
+    assert list(when.values()) == [["never", "after backward"]] * 3
+
+
 def scaling_with_known_times() -> str:
     """Be a rank of scaling.py that has measured a quarter and half of a second."""
     case = {"way": "one bucket", "ranks": 2, "samples": 4}
@@ -372,8 +384,13 @@ def test_a_link_takes_its_bytes_over_its_rate() -> None:
     assert seconds(1448, "") == 0
 
 
-def hold_against_a_link(factor: float) -> tuple[Any, str]:
-    """Let slow_link.py hold what a link of 1 Mbit/s did against its own formulas."""
+def hold_against_a_link(
+    factor: float, errors: tuple[float, float] = (0.9e-5, 0.9 * 2e-2)
+) -> tuple[Any, str]:
+    """Let slow_link.py hold what a link of 1 Mbit/s did against its own formulas.
+
+    `errors` are those of the gradients that were sent in float32 and in bfloat16.
+    """
     # A ring of two sends the gradient once. Four micro-batches share one message.
     count = {"float32": (1, 4), "bfloat16": (1, 2), "accumulation": (4, 4)}
     found = {}
@@ -385,6 +402,7 @@ def hold_against_a_link(factor: float) -> tuple[Any, str]:
     with (
         mock.patch.dict(os.environ, link),
         mock.patch.object(SLOW_LINK, "measure_ways", return_value=found),
+        mock.patch.object(SLOW_LINK, "distance_from", side_effect=errors),
     ):
         try:
             return 0, run_lesson(PLACE, "slow_link", "--samples=2")
@@ -402,8 +420,8 @@ def test_bytes_of_a_slow_link_are_a_rings(worker_pool: WorkerPool) -> None:
         ("accumulation", "1.775"),
     ]
     assert [row[3] == row[4] and row[2] == "40" for row in rows] == [True] * 3
-    for factor in (0.5, 2.0):
-        ends = worker_pool.run(hold_against_a_link, factor)
+    for wrong in ((0.5,), (2.0,), (1.0, (1.1e-5, 0.0)), (1.0, (0.0, 1.1 * 2e-2))):
+        ends = worker_pool.run(hold_against_a_link, *wrong)
         assert [code for code, _ in ends] == [1, 1]
 
 
@@ -422,6 +440,20 @@ def test_a_slower_link_is_not_predicted_to_scale_further() -> None:
         assert 0 < found[0] < found[1] < found[2] < 1
     assert [one["latency of the line", 2] < 0 for one in predicted[:2]] == [True, True]
     assert min(one["latency", 2] for one in predicted) > 0.5e-3
+
+
+def test_smallest_messages_are_as_far_off_as_the_page_says() -> None:
+    by_link, errors = json.loads((ROOT / "assets/03_scaling.json").read_text()), []
+    for cases in by_link.values():
+        predicted = PREDICT.predict(cases, range(len(cases[0]["measured"])))
+        for case in cases:
+            key = case["way"], case["ranks"]
+            if case.get("nbytes") == 100 and case["ranks"] > 2:
+                errors.append(predicted[key] / median(case["measured"]) - 1)
+    assert len(errors) == 3 * 2
+    page = " ".join((ROOT / PLACE / "README.md").read_text("utf-8").split())
+    far = f"{100 * max(map(abs, errors)):.0f} % off"
+    assert f"In rows not shown, the smallest messages are up to {far}." in page
 
 
 def test_a_burst_hides_5_ms_of_a_slow_link() -> None:
