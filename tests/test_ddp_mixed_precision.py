@@ -92,6 +92,8 @@ def autocast_broken(fault: str) -> tuple[int, str]:
     autocast.right = autocast.by_one_process
     if fault == "no autocast":
         return broken_lesson("autocast", "forward_backward", without_autocast)
+    if fault == "all moved":
+        return broken_lesson("autocast", "moved_by_a_step", lambda model: 1.0)
     wrong = {
         "a sum": sum_of_one_process,
         # Ten times what rounding may change: 1e-6 in float32, and of 8 bits the last.
@@ -101,7 +103,9 @@ def autocast_broken(fault: str) -> tuple[int, str]:
     return broken_lesson("autocast", "by_one_process", wrong[fault])
 
 
-@pytest.mark.parametrize("fault", ["no autocast", "a sum", "float32", "bf16"])
+@pytest.mark.parametrize(
+    "fault", ["no autocast", "all moved", "a sum", "float32", "bf16"]
+)
 def test_broken_autocast_is_found(worker_pool: WorkerPool, fault: str) -> None:
     results = worker_pool.run(autocast_broken, fault)
     assert [status for status, _ in results] == [1, 1]
@@ -186,19 +190,31 @@ def grad_scaler_broken(fault: str) -> tuple[int, str]:
         norm, *more = step(start, shard, case)
         return norm * (1000 if "early" in case else 1), *more
 
+    def with_equal_weights(*given: Any) -> Any:
+        return *step(*given)[:2], True
+
+    def with_one_scale(*given: Any) -> Any:
+        norm, scales, is_same = step(*given)
+        return norm, [lesson.SCALE] * len(scales), is_same
+
     name, wrong = {
         "not unscaled": ("finish_step", no_unscaling),
         "not scaled": ("add_scaled", no_scaling),
         "bf16 off by 0.2": ("add_scaled", bf16_a_fifth_larger),
         "far": ("one_process", lambda *given: alone(*given) * (1 + 1e-5)),
         "early norm": ("scaled_step", thousandfold_if_clipped_early),
+        "equal": ("scaled_step", with_equal_weights),
+        "one scale": ("scaled_step", with_one_scale),
     }[fault]
     return broken_lesson("grad_scaler", name, wrong)
 
 
 @pytest.mark.parametrize(
     "fault",
-    ["not unscaled", "not scaled", "bf16 off by 0.2", "far", "early norm"],
+    [
+        *("not unscaled", "not scaled", "bf16 off by 0.2", "far", "early norm"),
+        *("equal", "one scale"),
+    ],
 )
 def test_broken_scaling_is_found(worker_pool: WorkerPool, fault: str) -> None:
     results = worker_pool.run(grad_scaler_broken, fault)
@@ -294,12 +310,13 @@ OUTSIDE = [
 def judged() -> list[int]:
     """Run comm_hooks.py on known results; return how it ends, right and with faults."""
     hooks, ends = script("comm_hooks"), []
-    for fault in (None, *OUTSIDE):
+    for fault in (None, *OUTSIDE, "another model on each rank"):
         found = {name: list(numbers) for name, numbers in INSIDE.items()}
-        if fault:
+        if isinstance(fault, tuple):
             found[fault[0]][fault[1]] = fault[2]
         model = torch.nn.Linear(1, 1, bias=False)
-        torch.nn.init.ones_(model.weight)
+        is_another = isinstance(fault, str) and dist.get_rank()
+        torch.nn.init.constant_(model.weight, 2.0 if is_another else 1.0)
         results = [(model, sent) for sent, *_ in found.values()]
         losses = [(loss, off_by) for _, off_by, loss in found.values()]
         with (
@@ -315,7 +332,7 @@ def judged() -> list[int]:
 
 
 def test_each_hook_is_held_to_its_bytes_and_its_bits(worker_pool: WorkerPool) -> None:
-    assert worker_pool.run(judged) == [[0] + [1] * 8] * 2
+    assert worker_pool.run(judged) == [[0] + [1] * 9] * 2
 
 
 def register_bf16_hook(is_renamed: bool) -> tuple[str, list[float]]:

@@ -386,6 +386,8 @@ def test_options_of_a_run_reach_it(
     assert f"model: {316 * 16 + 12 * 256 + 64 + 32:,} parameters\n" in run.output
     before, after = map(float, re.findall(r"(\d\.\d\d) (?:nats|after)", run.output))
     assert after < before - 0.5
+    (bits,) = re.findall(r"after \((\d\.\d\d) bits per byte\)", run.output)
+    assert float(bits) == pytest.approx(math.log2(math.exp(after)), abs=0.013)
     content = torch.load(tmp_path / "a", weights_only=True)
     assert content["training"]["schedule"]["base_lrs"] == [0.01]
     assert content["training"]["step"] == 11
@@ -480,9 +482,15 @@ def test_learning_rate_warms_up_and_falls_on_a_cosine() -> None:
 WITHOUT_TENSORBOARD = {"torch.utils.tensorboard": None}
 
 
+def rate_of_each(_: Any, tokens_per_second: float, __: torch.device) -> str:
+    """Show the rate that the utilisation of one device is computed from."""
+    return f" | {tokens_per_second:.3f} each"
+
+
 def run_logging(words: list[str], hidden: dict[str, None]) -> str:
     """Be a rank of train.py, with or without TensorBoard; return what it printed."""
-    with mock.patch.dict(sys.modules, hidden):  # None makes an import fail
+    utilisation = mock.patch.object(module("train").GPT, "utilisation", rate_of_each)
+    with utilisation, mock.patch.dict(sys.modules, hidden):  # None: an import fails
         return run_train(*words).output
 
 
@@ -547,7 +555,10 @@ def test_log_holds_what_is_printed(
     )
     rates = re.findall(r"([\d,]+) tokens/s", outputs[0])
     rates = [float(rate.replace(",", "")) for rate in rates]
-    assert [rate for _, rate in log["tokens_per_second"]] == pytest.approx(rates, abs=1)
+    logged = [rate for _, rate in log["tokens_per_second"]]
+    assert logged == pytest.approx(rates, abs=1)
+    of_each = re.findall(r"([\d.]+) each$", outputs[0], re.M)  # of two ranks
+    assert [2 * float(rate) for rate in of_each] == pytest.approx(logged, abs=0.01)
 
 
 @LOGS
@@ -604,6 +615,8 @@ def run_with_a_fault(fault: str, *words: str) -> Run:
         if fault == "one weight on one rank" and dist.get_rank() == 1:
             with torch.no_grad():
                 next(ddp_model.parameters()).view(-1)[3] += 1e-7
+        if fault == "NaN on one rank" and dist.get_rank() == 1:
+            return math.nan
         return error
 
     def bypass_ddp(forward: Any, ddp_model: Any, *rest: Any) -> torch.Tensor:
@@ -622,6 +635,7 @@ def run_with_a_fault(fault: str, *words: str) -> Run:
     [
         ("none", r"\de-0[678]"),
         ("one weight on one rank", r"\de-0[678]"),
+        ("NaN on one rank", "nan"),
         ("local gradient", r"\de[-+]0[012]"),
         ("model called past DDP", r"\de[-+]\d\d"),
     ],

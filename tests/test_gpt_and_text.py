@@ -155,6 +155,8 @@ def evaluate_on_uneven_shards(windows: int) -> tuple[float, float, float, bool]:
     was_training = model.training
     with torch.no_grad():
         losses = [model.eval()(*dataset.batch([i])).item() for i in range(windows)]
+    data.evaluate(model, dataset)
+    assert not model.training  # as it was left
     world_size = dist.get_world_size()
     shards = [losses[rank::world_size] for rank in range(world_size)]
     means = [sum(shard) / len(shard) for shard in shards if shard]

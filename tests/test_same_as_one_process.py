@@ -199,6 +199,13 @@ def disturb_rank(rank: int, model: nn.Module) -> nn.Module:
     return ByHand(model)
 
 
+def enlarge_gradients(model: nn.Module) -> nn.Module:
+    """Let DDP average gradients that are 0.1 percent too large."""
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 1.001)
+    return DistributedDataParallel(model)
+
+
 # --- Steps: a batch of a rank in two micro-batches. ----------
 
 
@@ -365,6 +372,10 @@ WRONG: dict[str, tuple[Case, str | None]] = {
     "sum for mean": (
         {"wrap": partial(ByHand, op=dist.ReduceOp.SUM)},
         r"after step 1: turned moved \{0: 2.0, 1: 2.0\} times as far",
+    ),
+    "0.1 percent too much": (
+        {"wrap": enlarge_gradients},
+        r"after step 1: turned moved \{0: 1.001, 1: 1.001\} times as far",
     ),
     "missing all-reduce": (
         {"wrap": nn.Module.train},
