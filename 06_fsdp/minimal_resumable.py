@@ -49,7 +49,7 @@ def resume(model: Any, optimizer: Any, schedule: Any) -> int:
         state = state_of(model, optimizer, schedule, epoch=0)
         dcp.load(state, checkpoint_id=whole[-1].parent)  # into these shards
     elif DDP_FILE.exists():
-        state = torch.load(DDP_FILE, mmap=True)  # on every rank: it keeps its shards
+        state = torch.load(DDP_FILE, map_location="cpu", mmap=True)  # on every rank
         state["adam"] = by_name(state["adam"], model)
     else:
         return 0

@@ -68,7 +68,7 @@ def main() -> None:
         alone: Any = dist.new_group([rank], use_local_synchronization=True)
         dcp.load({"run": one}, checkpoint_id=folder, process_group=alone)
         dcp_to_torch_save(folder, f"{own}/run.pt")
-        content = torch.load(f"{own}/run.pt", map_location=device, weights_only=True)
+        content = torch.load(f"{own}/run.pt", map_location="cpu", weights_only=True)
         other.load_state_dict(content["run"])
 
         due, far = gather(due)[0], []

@@ -381,10 +381,18 @@ def sharded(folder: str, lost: str = "", **sizes: Any) -> tuple[str, str]:
         if lost != "adam":
             real(model, optimizer, state, options=options)
 
+    load = torch.load
+
+    def load_noted(file: Any, **words: Any) -> Any:
+        # Saved by a rank with a GPU, it would else go there, from all ranks.
+        assert file != places["DDP_FILE"] or words["map_location"] == "cpu"
+        return load(file, **words)
+
     with contextlib.ExitStack() as stack:
         for patch in (
             mock.patch.dict(os.environ, local_size),
             mock.patch.object(torch.distributed, "init_process_group"),
+            mock.patch.object(torch, "load", load_noted),
             mock.patch.multiple(module, GPTConfig=config, **places),
             mock.patch.object(module.states, "set_optimizer_state_dict", set_adam),
             contextlib.redirect_stdout(output),
