@@ -2,8 +2,8 @@
 
 Run: torchrun --nproc-per-node=2 03_ddp_torchrun/minimal_resumable.py
 Expect: a validation loss after each of two epochs. If the run dies in the second, the
-    same command takes up the weights of the first, and ends with the same bits (three
-    ranks nearly so). To begin anew, delete resumable.pt.
+    same command takes up the first, and with as many ranks ends with the same bits. To
+    begin anew, delete resumable.pt.
 """
 
 import os
@@ -67,8 +67,7 @@ def main() -> None:
         device = torch.accelerator.current_accelerator() or device
     dist.init_process_group(dist.get_default_backend_for_device(device))
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    text, held_out = load_text(None, 128)
-    train_set, test_set = (WindowDataset(t, 128, 512) for t in (text, held_out))
+    train_set, test_set = (WindowDataset(t, 128, 512) for t in load_text(None, 128))
     sampler = DistributedSampler(train_set, drop_last=True)
     loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
     torch.manual_seed(0)
@@ -84,9 +83,13 @@ def main() -> None:
         try:
             for name, part in parts.items():
                 part.load_state_dict(saved[name])
-        except (KeyError, RuntimeError, ValueError):
-            sys.exit(f"{FILE} is of another model or optimizer: move it away")
+        except (KeyError, RuntimeError, ValueError) as e:
+            sys.exit(f"{FILE} is of another model or optimizer, so move it away: {e}")
         first_epoch = saved["epoch"]
+        schedule.last_epoch = first_epoch * steps // EPOCHS  # other ranks, other steps
+    dist.all_gather_object(seen := [0] * world_size, first_epoch)
+    if len(set(seen)) > 1:
+        sys.exit(f"{FILE} is not the same on all machines: it has seen {seen} epochs")
     if rank == 0:
         print(f"{world_size} ranks on {device.type}: epochs {first_epoch} to {EPOCHS}")
     ddp_model = DistributedDataParallel(model)  # copies rank 0's weights to all

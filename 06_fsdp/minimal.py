@@ -53,4 +53,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    leave()  # dist.destroy_process_group(), after which gloo's threads end too
+    leave()  # after dist.destroy_process_group() alone gloo might abort

@@ -27,36 +27,35 @@ from ranks import leave
 EPOCHS, BATCH_SIZE, FOLDER, DDP_FILE = 2, 32, Path("sharded"), Path("resumable.pt")
 
 
-def state_of(model: Any, optimizer: Any, schedule: Any, epoch: int) -> dict[str, Any]:
+def state_of(model: Any, optimizer: Any, epoch: int) -> dict[str, Any]:
     """Return what to save, and where to load to; every rank calls this."""
     weights, adam = states.get_state_dict(model, optimizer)
-    others = {"schedule": schedule.state_dict(), "epoch": epoch}
-    return {"model": weights, "adam": adam, **others}
+    return {"model": weights, "adam": adam, "epoch": epoch}
 
 
-def by_name(adam: dict[str, Any], model: Any) -> dict[str, Any]:
+def by_name(adam: dict[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
     """Name what `optimizer.state_dict()` has numbered, as shards are found by name."""
-    names = [name for name, _ in model.named_parameters()]  # AdamW's order
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    names = [name_of[p] for group in optimizer.param_groups for p in group["params"]]
     for group in adam["param_groups"]:
         group["params"] = [names[i] for i in group["params"]]
     return {**adam, "state": {names[i]: s for i, s in adam["state"].items()}}
 
 
-def resume(model: Any, optimizer: Any, schedule: Any) -> int:
+def resume(model: Any, optimizer: Any) -> int:
     """Take up what there is; return the number of epochs that it has seen."""
     whole = sorted(FOLDER.glob("*/.metadata"))  # written last, when all shards are
     if whole:
-        state = state_of(model, optimizer, schedule, epoch=0)
+        state = state_of(model, optimizer, epoch=0)
         dcp.load(state, checkpoint_id=whole[-1].parent)  # into these shards
     elif DDP_FILE.exists():
         state = torch.load(DDP_FILE, map_location="cpu", mmap=True)  # on every rank
-        state["adam"] = by_name(state["adam"], model)
+        state["adam"] = by_name(state["adam"], model, optimizer)
     else:
         return 0
     options = states.StateDictOptions(full_state_dict=not whole)
     states.set_model_state_dict(model, state["model"], options=options)
     states.set_optimizer_state_dict(model, optimizer, state["adam"], options=options)
-    schedule.load_state_dict(state["schedule"])
     return state["epoch"]
 
 
@@ -81,9 +80,10 @@ def main() -> None:
     steps = EPOCHS * len(loader)
     schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
     try:
-        first_epoch = resume(model, optimizer, schedule)
-    except (dcp.CheckpointException, IndexError, KeyError, RuntimeError, ValueError):
-        raise SystemExit("the checkpoint is of another model: move it away") from None
+        first_epoch = resume(model, optimizer)
+    except (dcp.CheckpointException, IndexError, KeyError, RuntimeError) as e:
+        raise SystemExit(f"another model's checkpoint? Then move it away: {e}") from e
+    schedule.last_epoch = first_epoch * len(loader)  # other ranks, other steps
     if dist.get_rank() == 0:
         print(f"{mesh.size()} ranks on {device.type}: epochs {first_epoch} to {EPOCHS}")
     for epoch in range(first_epoch, EPOCHS):
@@ -101,10 +101,10 @@ def main() -> None:
         dist.all_reduce(mean, op=dist.ReduceOp.AVG)
         if dist.get_rank() == 0:
             print(f"epoch {epoch} | mean loss {mean.item():.4f}")
-        state = state_of(model, optimizer, schedule, epoch + 1)
+        state = state_of(model, optimizer, epoch + 1)
         dcp.save(state, checkpoint_id=FOLDER / f"epoch_{epoch + 1:03}")
 
 
 if __name__ == "__main__":
     main()
-    leave()  # dist.destroy_process_group(), after which gloo's threads end too
+    leave()  # after dist.destroy_process_group() alone gloo might abort

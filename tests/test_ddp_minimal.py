@@ -268,6 +268,50 @@ def test_epochs_on_two_ranks_are_those_of_one(
     assert torch.allclose(weights_of(together), weights_of(alone), atol=1e-5)
 
 
+def test_the_schedule_ends_with_the_run_on_other_ranks_too(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    words = (str(tmp_path), 0.1, 16, "evaluate")
+    (half, *_), _ = worker_pool.run(resumable, *words, world_size=2)
+    ((ended, *_),) = worker_pool.run(resumable, str(tmp_path), world_size=1)
+    steps = [state["schedule"]["last_epoch"] for state in (half, ended)]
+    assert steps == [8, 32]  # one rank takes twice as many steps in an epoch
+    assert ended["schedule"]["_last_lr"] == pytest.approx([0], abs=1e-9)
+
+
+def one_folder_each(folder: str) -> str:
+    """Train as on machines that share no disk; return with what it ends."""
+    module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
+    path = Path(folder, str(torch.distributed.get_rank()), FILE)
+    local_size = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+    config = partial(module.GPTConfig, **SMALL)
+    with (
+        mock.patch.dict(os.environ, local_size),
+        mock.patch.object(torch.distributed, "init_process_group"),
+        mock.patch.multiple(module, GPTConfig=config, FILE=path),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        try:
+            module.main()
+        except SystemExit as stop:
+            return str(stop.code)
+    return ""
+
+
+def test_ranks_that_do_not_find_the_same_file_are_stopped(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    own = tmp_path / "0"
+    for rank in ("0", "1"):
+        (tmp_path / rank).mkdir()
+    worker_pool.run(resumable, str(own), world_size=1)
+    before = (own / FILE).read_bytes()
+    said = worker_pool.run(one_folder_each, str(tmp_path), world_size=2)
+    text = "resumable.pt is not the same on all machines: it has seen [2, 0] epochs"
+    assert [line[-len(text) :] for line in said] == [text] * 2
+    assert (own / FILE).read_bytes() == before
+
+
 def refusal(folder: str, batch_size: int = 512) -> str | int | None:
     """Train with as many samples in a batch as the data set has."""
     try:
@@ -295,8 +339,11 @@ def test_a_checkpoint_of_another_model_is_named(
         torch.save(state, path)
         before = path.read_bytes()
         (said,) = worker_pool.run(refusal, str(tmp_path), 16, world_size=1)
-        name = "resumable.pt is of another model or optimizer: move it away"
-        assert str(said).endswith(name)
+        name, _, cause = str(said).partition(" is of another model or optimizer, so mo")
+        assert name.endswith("resumable.pt")
+        assert cause.startswith(
+            "ve it away: " + ("Error(s) in" if model else "'model'")
+        )
         assert path.read_bytes() == before
 
 
@@ -401,9 +448,6 @@ def sharded(folder: str, lost: str = "", **sizes: Any) -> tuple[str, str]:
         if lost == "order":
             sampler = module.DistributedSampler
             stack.enter_context(mock.patch.object(sampler, "set_epoch"))
-        if lost == "schedule":
-            patch = mock.patch.object(module.LambdaLR, "load_state_dict")
-            stack.enter_context(patch)
         try:
             module.main()
         except SystemExit as stop:
@@ -446,10 +490,16 @@ def test_a_sharded_run_that_died_resumes_from_the_newest_whole_folder(
     assert then.splitlines() == ["2 ranks on cpu: epochs 1 to 2", *epochs[1:]]
     same = same_bits(whole_state(tmp_path, 2), expected)
     assert len(same) == 15 + 3 * 14 and all(same)
-    # A run that has ended does no more; on other ranks too.
-    for ranks in (1, 2):
-        (end, _), *_ = worker_pool.run(sharded, str(tmp_path), world_size=ranks)
-        assert end == f"{ranks} ranks on cpu: epochs 2 to 2\n"
+    # A run that has ended does no more.
+    (end, _), _ = worker_pool.run(sharded, str(tmp_path), world_size=2)
+    assert end == "2 ranks on cpu: epochs 2 to 2\n"
+    # One rank takes twice as many steps in an epoch. With the last the rate is 0 too.
+    (tmp_path / "sharded" / "epoch_002" / ".metadata").unlink()
+    ((one, _),) = worker_pool.run(sharded, str(tmp_path), world_size=1)
+    assert one.startswith("1 ranks on cpu: epochs 1 to 2\nepoch 1")
+    for state in (expected, whole_state(tmp_path, 2)):
+        (group,) = state["adam"]["param_groups"]
+        assert group["lr"] == pytest.approx(0, abs=1e-9)
 
 
 @pytest.fixture(scope="module")
@@ -464,7 +514,7 @@ def ddp_runs(
     return torch.load(folders[0] / FILE), folders[1] / FILE
 
 
-@pytest.mark.parametrize("lost", ["", "adam", "schedule", "order"])
+@pytest.mark.parametrize("lost", ["", "adam", "order"])
 def test_fsdp_ends_a_run_of_ddp_as_ddp_does(
     worker_pool: WorkerPool,
     ddp_runs: tuple[dict[str, Any], Path],
@@ -481,7 +531,8 @@ def test_fsdp_ends_a_run_of_ddp_as_ddp_does(
     assert apart > 1e-3 if lost else apart < 1e-5
     if not lost:
         assert ended["epoch"] == 2
-        assert ended["schedule"]["last_epoch"] == expected["schedule"]["last_epoch"]
+        (group,) = ended["adam"]["param_groups"]
+        assert group["lr"] == pytest.approx(0, abs=1e-9)  # the schedule ends here too
         gpt: Any = load_chapter("06_fsdp")["minimal_resumable"]
         model = gpt.GPT(gpt.GPTConfig(**SMALL))
         names = [name for name, _ in model.named_parameters()]
@@ -510,11 +561,36 @@ def test_another_model_s_shards_are_named_and_kept(
     before = [path.read_bytes() for path in files]
     assert len(files) == (3 if saved_by == "dcp" else 1)
     run = partial(sharded, **sizes)
-    assert (
-        worker_pool.run(run, str(tmp_path), world_size=2)
-        == [("", "the checkpoint is of another model: move it away")] * 2
-    )
+    ends = worker_pool.run(run, str(tmp_path), world_size=2)
+    cause = "Missing|Size mismatch|size mismatch"
+    assert len(ends) == 2
+    for said, error in ends:
+        assert said == ""
+        assert error.startswith("another model's checkpoint? Then move it away: ")
+        assert re.search(cause, error), error
     assert [path.read_bytes() for path in files] == before
+
+
+def test_adam_s_numbers_get_the_names_of_its_own_groups() -> None:
+    module: Any = load_chapter("06_fsdp")["minimal_resumable"]
+    model = module.GPT(module.GPTConfig(**SMALL))
+    named = list(model.named_parameters())
+    frozen, *others = reversed(named)
+    frozen[1].requires_grad_(False)
+    groups = [
+        {"params": [p for _, p in others if p.dim() == dim], "lr": 0.1 * dim}
+        for dim in (1, 2)
+    ]
+    adam = torch.optim.AdamW(groups)
+    model(*torch.zeros(2, 1, 4, dtype=torch.long)).backward()
+    adam.step()
+    content = module.by_name(adam.state_dict(), model, adam)
+    assert len(content["state"]) == len(others) == 13
+    for name, parameter in others:
+        assert content["state"][name]["exp_avg"] is adam.state[parameter]["exp_avg"]
+    assert [group["lr"] for group in content["param_groups"]] == [0.1, 0.2]
+    told = [name for group in content["param_groups"] for name in group["params"]]
+    assert told == [n for dim in (1, 2) for n, p in others if p.dim() == dim]
 
 
 def test_a_saved_block_that_the_model_lacks_is_ignored(

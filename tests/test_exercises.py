@@ -655,7 +655,7 @@ def train_with_flaw(
         elif flaw == "averages objects":  # each of which is pickled, on each rank
             totals: list[Any] = [None] * 2
             dist.all_gather_object(totals, total)
-            total = sum(totals) / 2
+            total = torch.stack(totals).mean()
         elif flaw != "local loss" and (flaw != "rank 0 alone" or rank == 0):
             dist.all_reduce(total, op=dist.ReduceOp.AVG)
         losses.append((total / len(loader)).item())

@@ -519,6 +519,12 @@ def moments_loaded_from_ddp() -> dict[str, tuple[int, int]]:
             if "exp_avg" in sharded.state[p]
         ]
         found[way] = (sum(right), len(numbered["state"]))
+    # Where every rank brings the whole, the numbers are missed.
+    options, model = states.StateDictOptions(full_state_dict=True), new_model()
+    fully_shard(model, mesh=mesh)
+    sharded = torch.optim.AdamW(model.parameters())
+    with pytest.raises(KeyError, match=r"state\.0\.step"):
+        states.set_optimizer_state_dict(model, sharded, numbered, options=options)
     return found
 
 
