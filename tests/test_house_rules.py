@@ -982,6 +982,22 @@ def commands_stand_in_console_blocks(tree: Tree) -> list[str]:
     return violations
 
 
+def comments_close_their_quotes(tree: Tree) -> list[str]:
+    """A comment of commands, pasted into zsh, opens no string.
+
+    At a prompt zsh reads comments as words, unless its `interactivecomments` is set: it
+    would take the lines that follow as a part of the string.
+    """
+    return [
+        f"{place}: an apostrophe in a comment: {comment[0]}"
+        for place, token, _ in fences(tree)
+        if token.info in {"sh", "bash", "console"}
+        for line in token.content.splitlines()
+        if token.info != "console" or line.startswith("$ ")
+        if (comment := re.search(r"(?:^| )# .*", line)) and comment[0].count("'") % 2
+    ]
+
+
 def not_run_reason(comment: str) -> str:
     """Return the reason that a comment gives for not running a block."""
     match = re.fullmatch(r"<!-- not run: (.+) -->", comment)
@@ -1354,6 +1370,12 @@ BROKEN: list[tuple[Rule, Tree, str]] = [
         "a.md:4: ${A} holds several words: x $A",
     ),
     (numbered_lines_are_items, {"a.md": "a\n\nb\n3. c\n"}, "a.md:4: runs on"),
+    (
+        comments_close_their_quotes,
+        {"a.md": readme("x  # it's", "sh")},
+        "a comment:  # i",
+    ),
+    (comments_close_their_quotes, {"a.md": readme("x  # it's")}, "a comment:  # it's"),
     (commands_stand_in_console_blocks, {"a.md": readme("x", "")}, "language ''"),
     (
         commands_stand_in_console_blocks,
@@ -1595,6 +1617,10 @@ KEPT: list[tuple[Rule, Tree]] = [
         },
     ),
     (numbered_lines_are_items, {"a.md": "a\n1. b\n2. c\n\nd\n\n3. e\n   2 f\n4. g\n"}),
+    (
+        comments_close_their_quotes,
+        {"a.md": readme("x 'a b'  # say 'c'\nit's # output's") + readme("# a", "sh")},
+    ),
     (
         commands_stand_in_console_blocks,
         {"a.md": "<!-- not run: installs -->\n" + readme("x", "sh") + readme("x")},
