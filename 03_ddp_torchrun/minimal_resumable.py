@@ -84,7 +84,7 @@ def main() -> None:
             for name, part in parts.items():
                 part.load_state_dict(saved[name])
         except (KeyError, RuntimeError, ValueError) as e:
-            sys.exit(f"{FILE} is of another model or optimizer, so move it away: {e}")
+            sys.exit(f"{FILE}: another model? Move it away: {str(e).splitlines()[-1]}")
         first_epoch = saved["epoch"]
         schedule.last_epoch = first_epoch * steps // EPOCHS  # other ranks, other steps
     dist.all_gather_object(seen := [0] * world_size, first_epoch)

@@ -82,7 +82,7 @@ def main() -> None:
     try:
         first_epoch = resume(model, optimizer)
     except (dcp.CheckpointException, IndexError, KeyError, RuntimeError) as e:
-        raise SystemExit(f"another model's checkpoint? Then move it away: {e}") from e
+        raise SystemExit(f"move the checkpoint away: {str(e).splitlines()[-1]}") from e
     schedule.last_epoch = first_epoch * len(loader)  # other ranks, other steps
     if dist.get_rank() == 0:
         print(f"{mesh.size()} ranks on {device.type}: epochs {first_epoch} to {EPOCHS}")
