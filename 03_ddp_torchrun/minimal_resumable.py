@@ -91,7 +91,7 @@ def main() -> None:
     if len(set(seen)) > 1:
         sys.exit(f"{FILE} is not the same on all machines: it has seen {seen} epochs")
     if rank == 0:
-        print(f"{world_size} ranks on {device.type}: epochs {first_epoch} to {EPOCHS}")
+        print(f"{world_size} ranks on {device}: {first_epoch} of {EPOCHS} epochs done")
     ddp_model = DistributedDataParallel(model)  # copies rank 0's weights to all
     for epoch in range(first_epoch, EPOCHS):
         sampler.set_epoch(epoch)  # another order in each epoch

@@ -85,7 +85,7 @@ def main() -> None:
         raise SystemExit(f"move the checkpoint away: {str(e).splitlines()[-1]}") from e
     schedule.last_epoch = first_epoch * len(loader)  # other ranks, other steps
     if dist.get_rank() == 0:
-        print(f"{mesh.size()} ranks on {device.type}: epochs {first_epoch} to {EPOCHS}")
+        print(f"{mesh.size()} ranks on {device}: {first_epoch} of {EPOCHS} epochs done")
     for epoch in range(first_epoch, EPOCHS):
         sampler.set_epoch(epoch)  # another order in each epoch
         mean = torch.zeros((), device=device)

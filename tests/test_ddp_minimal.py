@@ -1,4 +1,4 @@
-"""The minimal scripts of four chapters: few lines that train as one process does."""
+"""The minimal scripts of five chapters: few lines that train as one process does."""
 
 import contextlib
 import copy
@@ -10,13 +10,15 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.tensor import _redistribute
 
 from launch import ROOT, deepspeed, torchrun
 from scripts import load_apart, load_chapter
@@ -89,8 +91,19 @@ def test_two_ranks_train_as_one_process(worker_pool: WorkerPool, chapter: str) -
     assert (other[2], other[3]) == ("", 0)
 
 
-@pytest.mark.parametrize("script", ["minimal", "minimal_resumable"])
-def test_the_device_is_set_before_the_group_is_joined(script: str) -> None:
+@pytest.mark.parametrize(
+    ("chapter", "script"),
+    [
+        ("03_ddp_torchrun", "minimal"),
+        ("03_ddp_torchrun", "minimal_resumable"),
+        ("06_fsdp", "minimal"),
+        ("06_fsdp", "minimal_resumable"),
+        ("09_one_mesh", "minimal"),
+    ],
+)
+def test_the_device_is_set_before_the_group_is_joined(
+    chapter: str, script: str
+) -> None:
     calls = mock.Mock()
     calls.join.side_effect = InterruptedError
     cuda = torch.device("cuda", 1)
@@ -102,7 +115,7 @@ def test_the_device_is_set_before_the_group_is_joined(script: str) -> None:
         mock.patch.object(torch.distributed, "init_process_group", calls.join),
         pytest.raises(InterruptedError),
     ):
-        load_chapter("03_ddp_torchrun")[script].main()
+        load_chapter(chapter)[script].main()
     assert calls.mock_calls == [mock.call.set_device(1), mock.call.join("nccl")]
 
 
@@ -215,7 +228,7 @@ def test_a_run_that_died_resumes_with_the_same_bits(
     )
     assert told == [0, 1] and then == [1]
     begins, *epochs = said.splitlines()
-    assert begins == "2 ranks on cpu: epochs 0 to 2"
+    assert begins == "2 ranks on cpu: 0 of 2 epochs done"
     assert [line[:26] for line in epochs] == [
         "epoch 0 | validation loss ",
         "epoch 1 | validation loss ",
@@ -225,7 +238,7 @@ def test_a_run_that_died_resumes_with_the_same_bits(
     rates = [state["schedule"]["_last_lr"][0] for state in (half, resumed, expected)]
     assert rates == pytest.approx([1e-3, 0, 0], abs=1e-9)
     assert said_first.splitlines()[1:] == epochs[: 1 + (dies_in == "save")]
-    assert said_then.splitlines() == ["2 ranks on cpu: epochs 1 to 2", *epochs[1:]]
+    assert said_then.splitlines() == ["2 ranks on cpu: 1 of 2 epochs done", *epochs[1:]]
     assert not torch.equal(weights_of(half), weights_of(expected))
     assert torch.equal(weights_of(resumed), weights_of(expected))
 
@@ -412,7 +425,17 @@ def test_each_sample_counts_once_in_an_evaluation(worker_pool: WorkerPool) -> No
 # --- Sharded: resumed from DCP's folders, or from the file of a run of DDP. ----------
 
 
-def sharded(folder: str, lost: str = "", **sizes: Any) -> tuple[str, str]:
+def fewer_samples(module: Any, samples: int) -> Any:
+    """Replace a script's data set by one of so many samples."""
+    dataset = module.WindowDataset
+    return mock.patch.object(
+        module, "WindowDataset", lambda text, **sizes: dataset(text, 128, samples)
+    )
+
+
+def sharded(
+    folder: str, lost: str = "", samples: int = 512, **sizes: Any
+) -> tuple[str, str]:
     """Run chapter 06's minimal_resumable.py there, a smaller GPT.
 
     Return what it prints, and the exit message. `lost` is what it does not take up.
@@ -440,6 +463,7 @@ def sharded(folder: str, lost: str = "", **sizes: Any) -> tuple[str, str]:
             mock.patch.object(torch.distributed, "init_process_group"),
             mock.patch.object(torch, "load", load_noted),
             mock.patch.multiple(module, GPTConfig=config, **places),
+            fewer_samples(module, samples),
             mock.patch.object(module.states, "set_optimizer_state_dict", set_adam),
             contextlib.redirect_stdout(output),
         ):
@@ -477,7 +501,7 @@ def test_a_sharded_run_that_died_resumes_from_the_newest_whole_folder(
 ) -> None:
     (said, _), other = worker_pool.run(sharded, str(tmp_path), world_size=2)
     begins, *epochs = said.splitlines()
-    assert begins == "2 ranks on cpu: epochs 0 to 2"
+    assert begins == "2 ranks on cpu: 0 of 2 epochs done"
     assert [line[:20] for line in epochs] == [f"epoch {n} | mean loss " for n in (0, 1)]
     assert other == ("", "")  # rank 1 is silent
     first, expected = whole_state(tmp_path, 1), whole_state(tmp_path, 2)
@@ -486,16 +510,16 @@ def test_a_sharded_run_that_died_resumes_from_the_newest_whole_folder(
     # The second save breaks off: all shards are there, and no index of them.
     (tmp_path / "sharded" / "epoch_002" / ".metadata").unlink()
     (then, _), _ = worker_pool.run(sharded, str(tmp_path), world_size=2)
-    assert then.splitlines() == ["2 ranks on cpu: epochs 1 to 2", *epochs[1:]]
+    assert then.splitlines() == ["2 ranks on cpu: 1 of 2 epochs done", *epochs[1:]]
     same = same_bits(whole_state(tmp_path, 2), expected)
     assert len(same) == 15 + 3 * 14 and all(same)
     # A run that has ended does no more.
     (end, _), _ = worker_pool.run(sharded, str(tmp_path), world_size=2)
-    assert end == "2 ranks on cpu: epochs 2 to 2\n"
+    assert end == "2 ranks on cpu: 2 of 2 epochs done\n"
     # One rank takes twice as many steps in an epoch. With the last the rate is 0 too.
     (tmp_path / "sharded" / "epoch_002" / ".metadata").unlink()
     ((one, _),) = worker_pool.run(sharded, str(tmp_path), world_size=1)
-    assert one.startswith("1 ranks on cpu: epochs 1 to 2\nepoch 1")
+    assert one.startswith("1 ranks on cpu: 1 of 2 epochs done\nepoch 1")
     for state in (expected, whole_state(tmp_path, 2)):
         (group,) = state["adam"]["param_groups"]
         assert group["lr"] == pytest.approx(0, abs=1e-9)
@@ -524,7 +548,7 @@ def test_fsdp_ends_a_run_of_ddp_as_ddp_does(
     shutil.copy(file, tmp_path / FILE)
     before = (tmp_path / FILE).read_bytes()
     (said, _), _ = worker_pool.run(sharded, str(tmp_path), lost, world_size=2)
-    assert said.splitlines()[0] == "2 ranks on cpu: epochs 1 to 2"
+    assert said.splitlines()[0] == "2 ranks on cpu: 1 of 2 epochs done"
     ended = whole_state(tmp_path, 2)
     apart = (weights_of(ended) - weights_of(expected)).abs().max().item()
     assert apart > 1e-3 if lost else apart < 1e-5
@@ -598,7 +622,7 @@ def test_a_saved_block_that_the_model_lacks_is_ignored(
     worker_pool.run(partial(sharded, layers=2), str(tmp_path), world_size=1)
     shutil.rmtree(tmp_path / "sharded" / "epoch_002")
     ((said, error),) = worker_pool.run(sharded, str(tmp_path), world_size=1)
-    assert said.startswith("1 ranks on cpu: epochs 1 to 2\nepoch 1") and not error
+    assert said.startswith("1 ranks on cpu: 1 of 2 epochs done\nepoch 1") and not error
     assert len(whole_state(tmp_path, 1)["model"]) == 15 + 10
     assert len(whole_state(tmp_path, 2)["model"]) == 15
 
@@ -642,6 +666,195 @@ def kept_by_fsdp() -> list[float]:
 def test_each_rank_keeps_half_of_weights_and_moments(worker_pool: WorkerPool) -> None:
     parts = worker_pool.run(kept_by_fsdp, world_size=2)
     assert parts == [pytest.approx([0.5, 0.5], abs=0.01)] * 2
+
+
+# --- Two axes: the same run by FSDP and tensor parallelism. -------------------------
+
+
+class TwoAxes(NamedTuple):
+    """What a rank of chapter 09's minimal.py prints, ends with, and does.
+
+    The seeds that it sets; each unit of FSDP and the ranks that share it; what DTensor
+    warns of.
+    """
+
+    said: str
+    error: str
+    seeds: list[int]
+    units: list[tuple[str, list[int]]]
+    warnings: int
+
+
+def all_samples(dataset: Any, *place: int, drop_last: bool) -> Any:
+    """Give each of all ranks samples of its own, as if none shared matrices."""
+    return torch.utils.data.DistributedSampler(dataset)
+
+
+def untied(config: Any) -> Any:
+    """Build the GPT without telling that it is tied."""
+    model = load_chapter(MESH)["model"].GPT(config)
+    model.config = mock.Mock(tied=False)
+    return model
+
+
+MESH, SAMPLES = "09_one_mesh", 256
+BF16 = "the policy of a GPU"
+# What is replaced in the script, and by what.
+MESH_FAULTS: dict[str, tuple[str, Any]] = {
+    "a sampler of all ranks": ("DistributedSampler", all_samples),
+    "gradients not clipped": ("torch.nn.utils.clip_grad_norm_", mock.Mock()),
+    "Adam's state lost": ("states.set_optimizer_state_dict", mock.Mock()),
+    "the order of samples": ("DistributedSampler.set_epoch", lambda self, epoch: None),
+    BF16: ("MixedPrecisionPolicy", lambda param_dtype, **more: POLICY),
+}
+POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def on_two_axes(folder: str, fault: str = "", **sizes: Any) -> TwoAxes:
+    """Run chapter 09's minimal.py there, with a smaller GPT."""
+    module: Any = load_chapter(MESH)["minimal"]
+    config = partial(module.GPTConfig, **{**SMALL, **sizes})
+    output, error, seeds = io.StringIO(), "", mock.Mock(side_effect=torch.manual_seed)
+    shard = mock.Mock(side_effect=module.fully_shard)
+    replaced = dict([MESH_FAULTS[fault]]) if fault else {}
+    with contextlib.ExitStack() as stack:
+        local_size = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+        stack.enter_context(mock.patch.dict(os.environ, local_size))
+        for place, new in {
+            **replaced,
+            "GPTConfig": config,
+            "FOLDER": Path(folder, "sharded"),
+            "torch.manual_seed": seeds,
+            "fully_shard": shard,
+            "dist.init_process_group": mock.Mock(),
+        }.items():
+            *names, name = place.split(".")
+            target = functools.reduce(getattr, names, module)
+            stack.enter_context(mock.patch.object(target, name, new))
+        stack.enter_context(fewer_samples(module, SAMPLES))
+        stack.enter_context(contextlib.redirect_stdout(output))
+        warned = stack.enter_context(mock.patch.object(_redistribute.logger, "warning"))
+        try:
+            module.main()
+        except SystemExit as stop:
+            error = str(stop.code)
+    seen = [seed.args[0] for seed in seeds.mock_calls]
+    units = [
+        (type(call.args[0]).__name__, call.kwargs["mesh"].mesh.tolist())
+        for call in shard.mock_calls
+    ]
+    return TwoAxes(output.getvalue(), error, seen, units, warned.call_count)
+
+
+def without_tie(folder: str) -> TwoAxes:
+    """Run it with a GPT that does not tell that one matrix has two names."""
+    with mock.patch.object(load_chapter(MESH)["minimal"], "GPT", untied):
+        return on_two_axes(folder)
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Return how far apart two states are, in weights and in both of Adam's moments."""
+    adam = "exp_avg", "exp_avg_sq"
+    ends = [
+        [*run["model"].items()]
+        + [(n, s[m]) for n, s in run["adam"]["state"].items() for m in adam]
+        for run in (one, other)
+    ]
+    pairs = list(zip(*(sorted(end, key=lambda x: x[0]) for end in ends), strict=True))
+    assert len(pairs) == 15 + 2 * 14
+    assert all(a[0] == b[0] for a, b in pairs)
+    return max((a[1] - b[1]).abs().max().item() for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def fsdp_run(
+    worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[str], dict[str, Any]]:
+    """Train by FSDP; return its folder, what it says of each epoch, and its end."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    (said, _), _ = worker_pool.run(sharded, str(folder), "", SAMPLES, world_size=2)
+    return folder, said.splitlines()[1:], whole_state(folder, 2)
+
+
+def after_one_epoch(folder: Path, new: Path) -> None:
+    """Copy the first of two checkpoints."""
+    shutil.copytree(folder / "sharded" / "epoch_001", new / "sharded" / "epoch_001")
+
+
+def test_two_axes_train_as_fsdp_does_and_take_up_each_other_s_shards(
+    worker_pool: WorkerPool, fsdp_run: tuple, tmp_path: Path
+) -> None:
+    _, losses, expected = fsdp_run
+    ends = worker_pool.run(on_two_axes, str(tmp_path), world_size=4)
+    begins = "(2, 2) ranks on cpu: 0 of 2 epochs done"
+    assert ends[0].said.splitlines() == [begins, *losses]
+    assert [(end.said, end.error) for end in ends[1:]] == [("", "")] * 3
+    # Sharded by tokens, each rank's dropout has a mask of its own.
+    assert [end.seeds for end in ends] == [[0, rank, 4 + rank] for rank in range(4)]
+    assert distance(whole_state(tmp_path, 2), expected) < 1e-5
+    # Neighbours share matrices, so FSDP's ranks are every second one.
+    shards = [[0, 2], [1, 3]] * 2
+    assert [end.units for end in ends] == [
+        [("FSDPBlock", ranks), ("FSDPGPT", ranks)] for ranks in shards
+    ]
+    assert [end.warnings for end in ends] == [0] * 4
+    # FSDP alone goes on from there.
+    fsdp = tmp_path / "fsdp"
+    after_one_epoch(tmp_path, fsdp)
+    worker_pool.run(sharded, str(fsdp), "", SAMPLES, world_size=2)
+    assert distance(whole_state(fsdp, 2), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "",
+        BF16,
+        "a sampler of all ranks",
+        "gradients not clipped",
+        pytest.param("Adam's state lost", marks=pytest.mark.slow),
+        pytest.param("the order of samples", marks=pytest.mark.slow),
+    ],
+)
+def test_two_axes_go_on_from_fsdp(
+    worker_pool: WorkerPool, fsdp_run: tuple, tmp_path: Path, fault: str
+) -> None:
+    folder, losses, expected = fsdp_run
+    after_one_epoch(folder, tmp_path)
+    first, *_ = worker_pool.run(on_two_axes, str(tmp_path), fault, world_size=4)
+    assert not first.error
+    begins, loss = first.said.splitlines()
+    assert begins == "(2, 2) ranks on cpu: 1 of 2 epochs done"
+    apart = distance(whole_state(tmp_path, 2), expected)
+    if fault == BF16:  # rounds, and trains as well
+        assert 1e-5 < apart < 0.05
+        value, right = (float(line.split()[-1]) for line in (loss, losses[1]))
+        assert value == pytest.approx(right, rel=0.01)
+    else:
+        assert (apart > 1e-4) if fault else (apart < 1e-5 and loss == losses[1])
+
+
+def test_two_axes_without_the_tie_have_another_matrix(
+    worker_pool: WorkerPool, fsdp_run: tuple, tmp_path: Path
+) -> None:
+    after_one_epoch(fsdp_run[0], tmp_path)
+    ends = worker_pool.run(without_tie, str(tmp_path), world_size=2)
+    assert len(ends) == 2
+    assert all(end.error.endswith("adam.state.head.weight.step.") for end in ends)
+
+
+def test_two_axes_refuse_another_model_and_ranks_that_do_not_divide(
+    worker_pool: WorkerPool, fsdp_run: tuple, tmp_path: Path
+) -> None:
+    after_one_epoch(fsdp_run[0], tmp_path)
+    wide = partial(on_two_axes, width=64)
+    ends = worker_pool.run(wide, str(tmp_path), world_size=2)
+    assert len(ends) == 2
+    for end in ends:
+        assert re.fullmatch("move .*sharded away: .*Size mismatch .*", end.error)
+    (alone,) = worker_pool.run(on_two_axes, str(tmp_path), world_size=1)
+    assert alone.error == "each host needs a multiple of 2 ranks"
+    assert [path.name for path in (tmp_path / "sharded").iterdir()] == ["epoch_001"]
 
 
 PIPELINE = "08_pipeline_parallel"

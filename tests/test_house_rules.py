@@ -56,6 +56,7 @@ MINIMAL_IMPORTS = {
     "05_deepspeed_zero/minimal.py": {"model", "data", "deepspeed_setup"},
     "06_fsdp/minimal.py": {"model", "data", "ranks"},
     "06_fsdp/minimal_resumable.py": {"model", "data", "ranks"},
+    "09_one_mesh/minimal.py": {"model", "data", "ranks"},
 }
 MOST_IMPORTS_BY_NAME = {"train.py": 3}
 # What many scripts import and a reader reads once: how ranks start, with DeepSpeed too,

@@ -47,6 +47,7 @@ COPIES: dict[str, tuple[str, ...]] = {
         "06_fsdp/data.py",
         "07_tensor_parallel/data.py",
         "08_pipeline_parallel/data.py",
+        "09_one_mesh/data.py",
     ),
     "03_ddp_torchrun/checkpoint.py": (
         "06_fsdp/checkpoint.py",

@@ -1,0 +1,114 @@
+"""Train on two axes: FSDP2 across hosts, tensor and sequence parallelism inside each.
+
+Run: torchrun --nproc-per-node=4 09_one_mesh/minimal.py
+Expect: the losses of 06_fsdp/minimal_resumable.py, whose shards it takes up as its own.
+"""
+
+import os
+from math import cos, pi
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.tensor.parallel as tp
+import torch.nn.functional as F
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler
+
+from data import WindowDataset, load_text
+from model import GPT, GPTConfig
+from ranks import leave
+
+EPOCHS, BATCH_SIZE, FOLDER = 2, 32, Path("sharded")
+TENSOR = 2  # ranks that share matrices; it divides heads and tokens
+WHOLE, TOKENS = Replicate(), Shard(1)  # how (B, T, D) lies on these ranks
+POSITIONS = {"input_layouts": WHOLE, "output_layouts": Shard(0)}  # (T, D)
+LOGITS = {"output_layouts": Shard(2), "use_local_output": False}  # for loss_parallel
+PLAN = {
+    "token_embedding": tp.RowwiseParallel(input_layouts=WHOLE, output_layouts=TOKENS),
+    "position_embedding": tp.RowwiseParallel(**POSITIONS),
+    "blocks.*.*_norm": tp.SequenceParallel(),
+    "blocks.*.attention_norm": tp.PrepareModuleOutput(  # once for query, key, value
+        output_layouts=TOKENS, desired_output_layouts=WHOLE, use_local_output=False
+    ),
+    "blocks.*.query": tp.ColwiseParallel(),
+    "blocks.*.key": tp.ColwiseParallel(),
+    "blocks.*.value": tp.ColwiseParallel(),
+    "blocks.*.mlp_in": tp.ColwiseParallel(input_layouts=TOKENS),
+    "blocks.*.*_out": tp.RowwiseParallel(output_layouts=TOKENS),
+    "final_norm": tp.SequenceParallel(),
+    "head": tp.ColwiseParallel(input_layouts=TOKENS, **LOGITS),
+}
+
+
+def main() -> None:
+    """Join, build, cut twice, resume; train and save each epoch."""
+    if int(os.environ["LOCAL_WORLD_SIZE"]) % TENSOR:
+        raise SystemExit(f"each host needs a multiple of {TENSOR} ranks")
+    device = torch.device("cpu")  # unless each local rank can have a GPU of its own
+    if torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        device = torch.accelerator.current_accelerator() or device
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    shape = dist.get_world_size() // TENSOR, TENSOR  # the last axis: inside a host
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
+    mesh._flatten("both")  # or clip_grad_norm_ takes two all-reduces, and warns
+    train_set = WindowDataset(load_text(None, 128)[0], block_size=128, samples=512)
+    place = mesh.get_local_rank("data")  # ranks that share matrices share samples
+    sampler = DistributedSampler(train_set, shape[0], place, drop_last=True)
+    loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler)
+    torch.manual_seed(0)  # the same weights on all ranks
+    model: Any = GPT(GPTConfig()).to(device)
+    tp.parallelize_module(model, mesh["tensor"], PLAN)
+    if model.config.tied:  # the plan has made two matrices of one
+        model.head.weight = model.token_embedding.weight
+    dtype = None if device.type == "cpu" else torch.bfloat16
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in (*model.blocks, model):  # the root last
+        fully_shard(module, mesh=mesh["data"], mp_policy=policy)
+    adam = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    steps = EPOCHS * len(loader)
+    schedule = LambdaLR(adam, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
+    run: dict[str, Any] = {"epoch": 0}
+    if whole := sorted(FOLDER.glob("*/.metadata")):  # written last, when all shards are
+        run["model"], run["adam"] = states.get_state_dict(model, adam)
+        try:
+            dcp.load(run, checkpoint_id=whole[-1].parent)  # into these shards
+        except dcp.CheckpointException as e:
+            raise SystemExit(f"move {FOLDER} away: {str(e).splitlines()[-1]}") from e
+        states.set_model_state_dict(model, run["model"])
+        states.set_optimizer_state_dict(model, adam, run["adam"])
+    schedule.last_epoch = run["epoch"] * len(loader)  # other ranks, other steps
+    if dist.get_rank() == 0:
+        print(f"{shape} ranks on {device}: {run['epoch']} of {EPOCHS} epochs done")
+    for epoch in range(run["epoch"], EPOCHS):
+        sampler.set_epoch(epoch)  # another order in each epoch
+        torch.manual_seed(epoch * mesh.size() + mesh.get_rank())  # dropout
+        mean = torch.zeros((), device=device)
+        for _, inputs, labels in loader:
+            with tp.loss_parallel():  # each rank has the logits of a part of V
+                out = model(inputs.to(device)).float()  # the loss in float32
+                loss = F.cross_entropy(out.flatten(0, 1), labels.to(device).flatten())
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+            adam.step()
+            adam.zero_grad()
+            schedule.step()
+            mean += loss.detach().full_tensor() / len(loader)
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch} | mean loss {mean.item():.4f}")
+        run = {"epoch": epoch + 1}
+        run["model"], run["adam"] = states.get_state_dict(model, adam)
+        dcp.save(run, checkpoint_id=FOLDER / f"epoch_{epoch + 1:03}")
+
+
+if __name__ == "__main__":
+    main()
+    leave()  # after dist.destroy_process_group() alone gloo might abort
