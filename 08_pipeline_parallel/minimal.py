@@ -1,20 +1,24 @@
 """Train the GPT on several ranks, one stage each: all that PyTorch's pipeline takes.
 
 Run: torchrun --nproc-per-node=2 08_pipeline_parallel/minimal.py
-Expect: the losses of chapter 03's minimal.py.
+Expect: the losses of chapter 03's minimal.py, and one of held-out text.
 """
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.data import DataLoader, DistributedSampler
 
 from data import WindowDataset, load_text
 from model import GPT, GPTConfig
+
+MAX_NORM = float("inf")  # 1.0 is usual; chapter 03's minimal.py does not clip
 
 
 class Part(nn.Module):
@@ -30,7 +34,6 @@ class Part(nn.Module):
         self.final_norm = model.final_norm if index == stages - 1 else nn.Identity()
         self.head = model.head if index == stages - 1 else nn.Identity()
 
-    # A stage takes one tensor and returns one, in every step of the same shape.
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T) tokens or (B, T, D) activations to what the next stage takes."""
         if self.token_embedding and self.position_embedding:
@@ -39,6 +42,14 @@ class Part(nn.Module):
         for block in self.blocks.values():
             x = block(x)
         return self.head(self.final_norm(x))
+
+
+def losses_of(run: Any, stage: Any, inputs: Tensor, labels: Tensor) -> list[Tensor]:
+    """Call a schedule's step or eval; on the last stage, return all losses."""
+    tokens = [inputs.to(stage.device)] if stage.is_first else []
+    target = labels.to(stage.device) if stage.is_last else None
+    run(*tokens, target=target, losses=(losses := []), return_outputs=False)
+    return losses
 
 
 def main() -> None:
@@ -55,29 +66,38 @@ def main() -> None:
     dist.init_process_group(dist.get_default_backend_for_device(device))
     part, last = Part(model, rank, stages).to(device), stages - 1
     ends = dist.new_group(sorted({0, last}))  # every rank calls this
+    stage = PipelineStage(part, rank, stages, device)
     pipeline = Schedule1F1B(
-        PipelineStage(part, rank, stages, device),
+        stage,
         n_microbatches=8,  # equal ones, at least as many as stages
         loss_fn=lambda out, labels: cross_entropy(out.flatten(0, 1), labels.flatten()),
     )  # it also divides the gradients by 8
     optimizer = torch.optim.AdamW(part.parameters(), lr=2e-3)  # this stage's
-    train_set = WindowDataset(load_text(None, 128)[0], block_size=128, samples=1024)
-    # All ranks see the same samples, as one replica of the model.
-    sampler = DistributedSampler(train_set, num_replicas=1, rank=0)
+    texts = load_text(None, 128)  # to train on, and held out
+    train_set, test_set = (WindowDataset(text, 128, samples=1024) for text in texts)
+    sampler = DistributedSampler(train_set, num_replicas=1, rank=0)  # the same on all
     loader = DataLoader(train_set, batch_size=64, sampler=sampler, drop_last=True)
+    twin = part.head.weight if model.config.tied and rank == last > 0 else None
+    counted: Any = [p for p in part.parameters() if p is not twin]  # stage 0 has it
     for step, (_, inputs, labels) in enumerate(loader, start=1):
-        tokens = [inputs.to(device)] if rank == 0 else []
-        target = labels.to(device) if rank == last else None
-        losses: list[Tensor] = []  # on the last stage, one for each micro-batch
-        pipeline.step(*tokens, target=target, losses=losses, return_outputs=False)
+        losses = losses_of(pipeline.step, stage, inputs, labels)
         if model.config.tied and rank in (0, last):  # one matrix: both need the sum
             tied = (part.token_embedding or part.head).weight
             dist.all_reduce(tied.grad, group=ends)
-        # To clip, take the norm over all stages; clip_grad_norm_ knows only this one.
+        # clip_grad_norm_ would take the norm of this stage alone.
+        squares = get_total_norm([p.grad for p in counted]).square()
+        dist.all_reduce(squares)
+        clip_grads_with_norm_(part.parameters(), MAX_NORM, squares.sqrt())
         optimizer.step()
         optimizer.zero_grad()
         if step % 4 == 0 and rank == last:
             print(f"step {step:2} | loss {torch.stack(losses).mean().item():.3f}")
+    part.eval()
+    with torch.no_grad():
+        _, inputs, labels = next(iter(DataLoader(test_set, batch_size=64)))
+        losses = losses_of(pipeline.eval, stage, inputs, labels)
+    if rank == last:
+        print(f"held out | loss {torch.stack(losses).mean().item():.3f}")
     weights = {name: value.cpu() for name, value in part.state_dict().items()}
     parts = [{}] * stages if rank == 0 else None
     dist.gather_object(weights, parts)

@@ -100,7 +100,7 @@ def main() -> None:
             adam.step()
             adam.zero_grad()
             schedule.step()
-            mean += loss.detach().full_tensor() / len(loader)
+            mean += loss.detach().full_tensor() / len(loader)  # type: ignore
         dist.all_reduce(mean, op=dist.ReduceOp.AVG)
         if dist.get_rank() == 0:
             print(f"epoch {epoch} | mean loss {mean.item():.4f}")
