@@ -529,10 +529,10 @@ def test_slurm_script_starts_as_many_ranks_as_it_asks_for(
     tmp_path: Path, with_gpus: bool, more: dict[str, str], ranks: int, threads: int
 ) -> None:
     text = SLURM.read_text()
-    assert text.count("\n##SBATCH --") == 4
+    assert text.count("\n##SBATCH --") == 2
     if with_gpus:  # as the comment above these two lines says
         text = re.sub(r"^##(SBATCH --(gpus|cpus))", r"#\1", text, flags=re.M)
-        assert text.count("\n##SBATCH --") == 2
+        assert "##SBATCH" not in text
         assert asked_for(text)["gpus-per-node"] == "8"
     say = 'echo "$OMP_NUM_THREADS of $SLURM_CPUS_PER_TASK | $*"'
     result = submit(tmp_path, text, ["my.py", "--a=b c"], torchrun=say, **more)

@@ -750,14 +750,18 @@ def test_signal_to_torchrun_stops_a_run_that_resumes_alike(
     assert all_in(path) == in_the_middle[1] and not marker.exists()
 
 
-# What the job script of the page calls in the place of Slurm's.
+# What the job script calls in the place of Slurm's.
 SRUN = """#!/bin/sh
 [ -e run.pt.requeue ] && echo stale
-echo "$@"
+echo started
 $ENDING
+"""
+SCONTROL = """#!/bin/sh
+[ "$1" = requeue ] && echo "scontrol $@" || echo localhost
 """
 
 
+@pytest.mark.parametrize("words", [["--checkpoint=run.pt"], ["--checkpoint", "run.pt"]])
 @pytest.mark.parametrize(
     ("ending", "is_requeued", "status"),
     [
@@ -768,26 +772,33 @@ $ENDING
     ids=["signal", "done", "failed"],
 )
 def test_job_script_requeues_only_a_run_that_left_its_marker(
-    tmp_path: Path, ending: str, is_requeued: bool, status: int
+    tmp_path: Path, words: list[str], ending: str, is_requeued: bool, status: int
 ) -> None:
-    page = (ROOT / PLACE / "README.md").read_text()
-    (script,) = re.findall(r"^```sh\n(#!/bin/bash\n#SBATCH.*?)^```", page, re.M | re.S)
-    stand_ins = {
-        "srun": SRUN.replace("$ENDING", ending),
-        "scontrol": '#!/bin/sh\necho "scontrol $@"\n',
-    }
+    script = (ROOT / PLACE).parent / "cluster" / "slurm.sbatch"
+    stand_ins = {"srun": SRUN.replace("$ENDING", ending), "scontrol": SCONTROL}
     for name, text in stand_ins.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "run.pt.requeue").touch()  # of a run before
-    environment = clean_environment(SLURM_JOB_ID="7")
+    marker = tmp_path / "run.pt.requeue"
+    marker.touch()  # of a run before
+    environment = clean_environment(
+        SLURM_JOB_ID="7", SLURM_JOB_NODELIST="localhost", SLURM_CPUS_PER_TASK="2"
+    )
     environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
-    result = run(["bash", "-c", script], cwd=tmp_path, env=environment)
+    command = ["bash", script, "train.py", *words]
+    result = run(command, cwd=tmp_path, env=environment)
     assert result.returncode == status, result.output
-    command, *after = result.stdout.splitlines()
-    assert "--signals-to-handle=" in command and ",SIGUSR1 " in command
-    assert after == ["scontrol requeue 7"] * is_requeued
-    assert "#SBATCH --signal=USR1@" in script
+    assert result.stdout.splitlines() == [
+        "started",
+        *["scontrol requeue 7"] * is_requeued,
+    ]
+    # Without a checkpoint nothing can have been saved.
+    marker.unlink(missing_ok=True)
+    plain = run(["bash", script, "train.py"], cwd=tmp_path, env=environment)
+    assert plain.returncode == (1 if is_requeued else status), plain.output
+    assert plain.stdout == "started\n"
+    for line in ("--requeue", "--signal=USR1@120", "--open-mode=append"):
+        assert f"\n#SBATCH {line}\n" in script.read_text()
 
 
 def test_old_launcher_with_use_env_adds_no_words(tmp_path: Path) -> None:
