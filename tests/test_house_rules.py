@@ -177,7 +177,6 @@ NOT_RUN: dict[str, list[str]] = {
     ],
     "03_ddp_torchrun/fault_tolerance/README.md": [
         "nothing fails in it; in crashes.py above a rank does",
-        "it needs a cluster; a test runs it with stand-ins for srun and scontrol",
     ],
     "04_rpc_parameter_server/README.md": [
         "it takes four terminals; tests/test_rpc_failures.py runs these commands",
