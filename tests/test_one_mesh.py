@@ -100,8 +100,17 @@ def groups_told_right(are_swapped: bool) -> list[bool]:
     _, groups = mesh.make_mesh("cpu", sizes)
     if are_swapped:
         groups["data"], groups["tensor"] = groups["tensor"], groups["data"]
-    told = modules["groups_of_a_rank"].groups_are_right
-    return [told(groups, sizes, is_real) for is_real in (True, False)]
+    arithmetic = modules["groups_of_a_rank"]
+    told = arithmetic.groups_are_right
+    found = [told(groups, sizes, is_real) for is_real in (True, False)]
+
+    def wrong_for_others(rank: int, *words: Any) -> list[int]:
+        return members(rank, *words) if rank == dist.get_rank() else [rank, 2]
+
+    # One process alone sees that another rank's group is no part of the grid.
+    with mock.patch.object(arithmetic, "members", wrong_for_others):
+        found.append(told(groups, sizes, False))
+    return found
 
 
 @pytest.mark.parametrize("are_swapped", [False, True])
@@ -109,7 +118,31 @@ def test_check_sees_groups_of_other_axes(
     worker_pool: WorkerPool, are_swapped: bool
 ) -> None:
     told = worker_pool.run(groups_told_right, are_swapped, world_size=4)
-    assert told == [[not are_swapped] * 2] * 4
+    assert told == [[not are_swapped] * 2 + [False]] * 4
+
+
+@pytest.mark.parametrize(
+    ("rank", "batch", "expert", "copies"),
+    [
+        (37, [2, 5, 34, 37, 66, 69, 98, 101], [34, 37], [5, 37, 69, 101]),
+        (66, [2, 5, 34, 37, 66, 69, 98, 101], [66, 69], [2, 34, 66, 98]),
+    ],
+)
+def test_experts_of_a_rank_are_those_of_its_place(
+    rank: int, batch: list[int], expert: list[int], copies: list[int]
+) -> None:
+    groups = {axis: [rank] for axis in mesh.AXES} | {"data x context": batch}
+    report = modules["groups_of_a_rank"].report
+    for context in ([rank], [rank, rank + 1]):
+        told = report(rank, groups | {"context": context}, 2)
+        lines = [text.splitlines()[0] for text in told]
+        said = [f"expert, 2 ranks: {' '.join(map(str, expert))}"]
+        said += [f"copies of the experts, 4 ranks: {' '.join(map(str, copies))}"]
+        assert lines[-2:] == said
+        # Without a context axis it is the group of the data axis.
+        assert any("data x" in line for line in lines) == (len(context) > 1)
+    lines = report(rank, groups, 1)
+    assert not [line for line in lines if "expert" in line]
 
 
 REPORT = """\
@@ -153,6 +186,21 @@ def test_shards_over_two_axes_count_context_twice(worker_pool: WorkerPool) -> No
     found = worker_pool.run(degrees_of_four_ranks, world_size=4)
     # A report of FSDP 4 and CP 2 would make eight of four ranks.
     assert found == [(4, 2, [1, 4])] * 4
+
+
+def test_one_process_compares_as_many_ranks_as_it_allows() -> None:
+    # 2**17. A call for each rank of an axis of 65,536 took minutes and 8 GB.
+    arithmetic = modules["groups_of_a_rank"]
+    sizes = dict(zip(mesh.AXES, (1, 1024, 1, 2), strict=True))
+    groups = {axis: members(0, sizes, axis) for axis in mesh.AXES}
+    one_rank = {"get_rank": lambda: 0, "get_process_group_ranks": list}
+    with (
+        mock.patch.multiple(arithmetic.dist, **one_rank),
+        mock.patch.object(arithmetic, "members", wraps=members) as calls,
+    ):
+        assert arithmetic.groups_are_right(groups, sizes, False)
+    # Groups along each axis, then this rank's own: of each axis, and of 6 pairs.
+    assert calls.call_count == 2048 + 2 + 2048 + 1024 + 4 + 2 * 6
 
 
 @pytest.mark.slow
