@@ -177,22 +177,32 @@ def test_float32_is_as_exact_as_float32(worker_pool: WorkerPool) -> None:
         assert len(errors) == 36 and 0 < max(errors) < 1e-4, errors
 
 
-def errors_in_pairs() -> float:
-    """Let ranks 0 and 1 share a sequence, and 2 and 3 another one."""
+def errors_in_groups() -> list[float]:
+    """Let ranks 0 and 1 share a sequence, and 2 and 3 another one; then 1 to 3."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
-    group, rank = mesh["context"].get_group(), dist.get_rank()
-    q, k, v, _ = leaves_of(21, 1.0 + rank // 2, torch.float64)
-    shards = ring.zigzag(21, 2)
-    mine = shards[rank % 2]
-    parts = (t[..., mine, :] for t in (q, k, v))
+    three: Any = dist.new_group([1, 2, 3])
+    errors = [error_in_group(mesh["context"].get_group(), dist.get_rank() // 2)]
+    return errors + ([error_in_group(three, 0)] if dist.get_rank() > 0 else [0.0])
+
+
+def error_in_group(group: Any, sequence: int) -> float:
+    """Compare output and gradients with PyTorch's; a group has one sequence."""
+    *whole, grad = leaves_of(21, 1.0 + sequence, torch.float64)
+    q, k, v = whole = [t.requires_grad_() for t in whole]
+    shards = ring.zigzag(21, dist.get_world_size(group))
+    mine = shards[dist.get_rank(group)]
+    parts = [t[..., mine, :].detach().requires_grad_() for t in whole]
     found = ring.ring_attention(*parts, shards, group)
     right = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return torch.dist(found, right[..., mine, :]).item()
+    founds = [found, *torch.autograd.grad(found, parts, grad[..., mine, :])]
+    rights = [right, *torch.autograd.grad(right, whole, grad)]
+    pairs = zip(founds, rights, strict=True)
+    return max(torch.dist(one, other[..., mine, :]).item() for one, other in pairs)
 
 
 def test_ring_runs_in_a_group(worker_pool: WorkerPool) -> None:
-    errors = worker_pool.run(errors_in_pairs, world_size=4)
-    assert len(errors) == 4 and max(errors) < 1e-12
+    errors = worker_pool.run(errors_in_groups, world_size=4)
+    assert len(errors) == 4 and max(map(max, errors)) < 1e-12
 
 
 def refusals() -> list[str]:
