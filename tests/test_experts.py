@@ -115,6 +115,9 @@ def both_all_to_alls(rows_to: list[list[int]]) -> list[float]:
         for other in range(n)
     ]
     right = torch.cat(parts).double()
+    # The gradient of a sum is one number, expanded: not contiguous.
+    again = mixture.AllToAll.apply(x, received, sent)
+    assert torch.autograd.grad(again.sum(), x)[0].eq(1).all()
     pairs = [(ours, theirs), (grads[0], grads[1]), (grads[0], right)]
     return [(a - b).abs().sum().item() for a, b in pairs]
 
@@ -232,6 +235,17 @@ def test_an_expert_is_the_mlp_of_a_block() -> None:
     # A block without attention adds its MLP to what it gets.
     nn.init.zeros_(block.attention_out.weight)
     torch.testing.assert_close(x + expert(block.mlp_norm(x)), block(x))
+    # A mixture of one expert is that expert: the block is the GPT's, and drops as it.
+    config = model.GPTConfig(width=D, heads=2, dropout=0.5)
+    block, layer = model.Block(config), mixture.Mixture(D, 1, k=1)
+    layer.experts["0"].load_state_dict({n: block.get_parameter(n) for n in names})
+    of_experts = mixture.ExpertBlock(config, layer)
+    of_experts.load_state_dict(block.state_dict(), strict=False)
+    outputs = []
+    for one in (block, of_experts):
+        torch.manual_seed(0)
+        outputs.append(one(x))
+    torch.testing.assert_close(*outputs)
 
 
 def test_a_dropped_token_is_left_to_the_residual() -> None:
