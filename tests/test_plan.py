@@ -4,7 +4,9 @@ The published numbers are read here a second time, and what the paper's formulas
 written down without the planner's modules.
 """
 
+import contextlib
 import csv
+import functools
 import itertools
 import math
 import random
@@ -307,6 +309,16 @@ def test_ends_of_a_pipeline_hold_the_embedding_and_the_head() -> None:
         whole = 4096 * memory.kept_by_block(job, "none", 1)
         assert kinds["temporaries"] == whole
     assert first["temporaries"] == 0
+    # FSDP gathers a stage once, and its gradients wait, in fp32, while the loss needs
+    # its logits or a block is computed again.
+    for recompute in ("none", "full"):
+        whole = layout._replace(data=2, sharding="fsdp", recompute=recompute)
+        for is_last, of_stage in enumerate((embedding, embedding + 4096)):
+            kinds = memory.stage_bytes(job, whole, bool(is_last))
+            logits = is_last * 4096 * (3 * 4 * 128_256 + 2 * 4096)
+            again = 4096 * memory.kept_by_block(job, "none", 1) * (recompute == "full")
+            due = (2 + 4) * (8 * block + of_stage) + max(logits, again)
+            assert kinds["temporaries"] == due
     assert last["temporaries"] == 4096 * (3 * 4 * 128_256 + 2 * 4096)
 
 
@@ -532,6 +544,9 @@ def test_groups_that_straddle_hosts() -> None:
     rates = step_time.rates(of_six, jobs.Layout(16, context=3), computation.FITTED)
     assert rates["context"] == 300e9
     assert rates["data"] == 6 * 25e9
+    # Six ranks are in one host of eight, although they do not divide it.
+    rates = step_time.rates(a_job(devices=6), jobs.Layout(6), computation.FITTED)
+    assert rates["data"] == rates["pipeline"] == 300e9
 
 
 def test_fp8_gathers_half_of_the_bytes_and_casts() -> None:
@@ -601,6 +616,11 @@ def test_logits_and_adam_move_their_bytes() -> None:
     layout = jobs.Layout(2, 2, 4, sharding="zero-1")
     adam = step_time.step_cost(job, layout).seconds["optimizer"]
     assert adam * 1e12 == pytest.approx(moved / 16)
+
+
+def test_sizes_that_no_float_holds_are_refused() -> None:
+    with pytest.raises(ValueError, match="--model: a size is not below a bill"):
+        models.read_model(f"1,{10**400},1,1,1,1")
 
 
 def test_kv_heads_stay_whole() -> None:
@@ -688,7 +708,7 @@ def test_every_term_is_finite_and_none_is_negative() -> None:
 
 
 def test_first_plan_is_the_simplest_of_the_fast_ones_with_headroom() -> None:
-    seen = 0
+    seen = equal = 0
     for job in (a_job(), a_job("llama3-70b", 64), a_job("llama2-7b", 8)):
         plans, count = ranking.rank_plans(job, {})
         fits = [
@@ -712,9 +732,14 @@ def test_first_plan_is_the_simplest_of_the_fast_ones_with_headroom() -> None:
                 seen += (axes, shards) > first.simplicity
         others = [plan.cost.step for plan in plans[1:]]
         assert others == pytest.approx(sorted(others), rel=2e-3)
+        # Of plans that are as fast the one that needs less is the better one.
+        for one, next_one in itertools.pairwise(plans[1:]):
+            if one.cost.step == next_one.cost.step:
+                assert one.need <= next_one.need
+                equal += 1
         shapes = [plan.shape for plan in ranking.best_of_each_shape(plans)]
         assert len(set(shapes)) == len(shapes) > 10
-    assert seen > 3
+    assert seen > 3 and equal > 3
 
 
 def test_ddp_is_first_where_the_state_fits_with_headroom() -> None:
@@ -786,6 +811,31 @@ def test_rule_for_tokens_that_hide_fsdp() -> None:
                 rate = step_time.rates(few, layout, computation.FITTED)["data"]
                 late.append(data.backward / rate > backward["products"])
             assert late == [True, False]
+
+
+def test_what_a_plan_loses_is_named() -> None:
+    job = a_job("llama2-7b", 8, batch=1024, cluster={"memory": 900e9})
+    first = ranking.plan_of(job, jobs.Layout(8, sharding="zero-1"))
+
+    def lost(need: float, step: float = 1.0, **changes: Any) -> str:
+        plan = ranking.plan_of(job, first.layout._replace(**changes))
+        kinds = {"all": first.need + need * 1e9}
+        seconds = {n: step * s for n, s in first.cost.seconds.items()}
+        plan = plan._replace(kinds=kinds, cost=first.cost._replace(seconds=seconds))
+        return ranking.what_it_loses(job, plan, first).partition(":")[0]
+
+    assert lost(2) == "as fast, 2.0 GB more"
+    assert lost(-2) == "as fast, 2.0 GB less"
+    assert lost(0, 0.98, data=4, tensor=2) == "2.0% faster, more axes"
+    assert lost(0, 0.98, sharding="fsdp") == "2.0% faster, more sharding"
+    assert lost(0, 1.02, sharding="fsdp") == "2.0% slower"
+    assert lost(900, 0.98) == "2.0% faster, no headroom"
+    # What a user has fixed is tried where it is of no use, too.
+    alone = a_job("tinyllama-1.1b", 1)
+    found = {each.sharding for each in ranking.possible(alone, {"sharding": "fsdp"})}
+    assert found == {"fsdp"}
+    found = {each.sharding for each in ranking.possible(alone, {})}
+    assert found == {"none"}
 
 
 def test_without_headroom_what_fits_is_still_planned() -> None:
@@ -954,6 +1004,33 @@ def test_a_wrong_constant_ends_both_checks(monkeypatch: pytest.MonkeyPatch) -> N
         patch.setattr(memory, "OPTIMIZER", 8)
         with pytest.raises(SystemExit, match="larger than this page says"):
             errors.main()
+    said = "fit_constants.py: the planner's constants are others"
+    faults: list[tuple[Any, str, Any, str]] = [
+        (
+            errors,
+            "state",
+            lambda parameters, *_: {"all": parameters},
+            "larger than this page",
+        ),
+        (errors, "rows", lambda name: MEGATRON[1:] + MEGATRON[:1], "larger than this"),
+        (fit_constants, "predicted_gib", lambda run: 1.01 * run.gib, said),
+    ]
+    for off, end in ((0.16, "larger than"), (-0.16, "larger than"), (0.14, "")):
+        near = functools.partial(lambda off, run: (1 + off) * run.gib, off)
+        faults.append((errors, "predicted_gib", near, end))
+    for off, end in ((0.21, "larger than"), (-0.21, "larger than"), (0.19, "")):
+        near = functools.partial(
+            lambda off, run: (1 + off) * run.tokens_per_second, off
+        )
+        faults.append((errors, "predicted_rate", near, end))
+    assert len(faults) == 9
+    for owner, name, fault, end in faults:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fault)
+            with contextlib.ExitStack() as stack:
+                if end:
+                    stack.enter_context(pytest.raises(SystemExit, match=end))
+                owner.main()
     with monkeypatch.context() as patch:
         patch.setattr(computation, "FLASH_BACKWARD", 5)
         with pytest.raises(SystemExit, match="constants are others"):

@@ -102,6 +102,8 @@ def read_model(text: str) -> Model:
     are_numbers = len(sizes) == 6 and all(n.lstrip("-").isdecimal() for n in sizes)
     if are_numbers and min(int(n) for n in sizes) < 1:
         raise ValueError(f"--model={text}: a size is not above 0")
+    if are_numbers and max(map(len, sizes)) > 9:
+        raise ValueError("--model: a size is not below a billion")
     if len(sizes) != 6 or not all(n.isdecimal() and int(n) for n in sizes):
         names = ", ".join(MODELS)
         raise ValueError(
