@@ -212,8 +212,19 @@ def test_rows_fit_the_page_and_show_the_worst_rank() -> None:
     assert rows[0].split()[-8:] == words
     four = runs["DDP, 4 ranks"]
     four[3] = changed(changed(changed(four[3], "weight"), "loss"), "sent more")
-    words = ["4", "3.0000", "2e-05", "2e-05", "1050.0", "1878.0", "3756.0", "1.00"]
+    four[3] = four[3]._replace(kept=2e6, peak=5e6, seconds=2.0)
+    words = ["4", "3.0000", "2e-05", "2e-05", "1050.0", "2000.0", "5000.0", "2.00"]
     assert comparison.row("DDP, 4 ranks", runs).split()[-8:] == words
+    numbers = comparison.record_of(runs)["ways"]["DDP, 4 ranks"]
+    assert numbers == {
+        "ranks": 4,
+        "distances": pytest.approx((2e-5, 2e-5), rel=1e-2),
+        "losses": [5.5, 4.0, 3.0],
+        **{"sent": 1.05e6, "kept": 2e6, "peak": 5e6},
+    }
+    worst = comparison.closing_lines(runs)[-1]
+    assert "losses 2e-05 from one process's, weights 2e-05" in worst
+    four[3] = four[3]._replace(kept=four[0].kept)
     # Where TCP does not tell, what the messages make it.
     four[2], four[3] = four[2]._replace(sent=math.nan), changed(four[2], "loss")
     assert comparison.row("DDP, 4 ranks", runs).split()[-4] == "1000.0"
@@ -587,6 +598,7 @@ def test_ctrl_c_ends_a_launcher_with_its_ranks(
     [
         ([], "0", "start it with python, not torchrun: it starts its own processes"),
         (["--json=no/x.json"], None, "--json no/x.json: there is no folder no"),
+        (["--json=."], None, "--json .: this is a folder"),
         (["--only", "slurm"], None, "--only: no way is called 'slurm'; there are one"),
     ],
 )

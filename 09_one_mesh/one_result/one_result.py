@@ -57,6 +57,8 @@ def main() -> None:
         fail("start it with python, not torchrun: it starts its own processes")
     if options.json and not options.json.parent.is_dir():
         fail(f"--json {options.json}: there is no folder {options.json.parent}")
+    if options.json and options.json.is_dir():
+        fail(f"--json {options.json}: this is a folder")
     try:
         ways = launches.asked_for(options.only)
     except ValueError as error:
