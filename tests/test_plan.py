@@ -726,7 +726,7 @@ def test_first_plan_is_the_simplest_of_the_fast_ones_with_headroom() -> None:
         assert steps[first.layout] <= limit
         for layout, step in steps.items():
             axes = [n > 1 for n in layout[1:4]].count(True)
-            shards = {"none": 0, "zero-1": 1, "zero-2": 2, "fsdp": 2}[layout.sharding]
+            shards = {"none": 0, "zero-1": 1, "fsdp": 2, "zero-2": 3}[layout.sharding]
             if step <= limit:
                 assert (axes, shards) >= first.simplicity
                 seen += (axes, shards) > first.simplicity
@@ -829,6 +829,13 @@ def test_what_a_plan_loses_is_named() -> None:
     assert lost(0, 0.98, data=4, tensor=2) == "2.0% faster, more axes"
     assert lost(0, 0.98, sharding="fsdp") == "2.0% faster, more sharding"
     assert lost(0, 1.02, sharding="fsdp") == "2.0% slower"
+    sharded = ranking.plan_of(job, jobs.Layout(8, sharding="fsdp"))
+    other = ranking.plan_of(job, jobs.Layout(8, sharding="zero-2"))
+    assert other.simplicity > sharded.simplicity > first.simplicity
+    seconds = {n: 0.98 * s for n, s in sharded.cost.seconds.items()}
+    other = other._replace(cost=sharded.cost._replace(seconds=seconds))
+    said = ranking.what_it_loses(job, other, sharded)
+    assert said.startswith("2.0% faster, more settings:")
     assert lost(900, 0.98) == "2.0% faster, no headroom"
     # What a user has fixed is tried where it is of no use, too.
     alone = a_job("tinyllama-1.1b", 1)

@@ -40,11 +40,11 @@ class Plan(NamedTuple):
     def simplicity(self) -> tuple[int, int]:
         """Return the axes beside data, and how much is sharded: less is simpler.
 
-        ZeRO-2 counts as much as FSDP: both free gradients as they are reduced.
+        ZeRO-2 comes last: in PyTorch it is FSDP with two settings more.
         """
         a = self.layout
         axes = (a.tensor > 1) + (a.pipeline > 1) + (a.context > 1)
-        return axes, min(SHARDING.index(a.sharding), SHARDING.index("zero-2"))
+        return axes, ("none", "zero-1", "fsdp", "zero-2").index(a.sharding)
 
 
 def divisors(n: int) -> list[int]:
@@ -184,7 +184,8 @@ def what_it_loses(job: Job, plan: Plan, first: Plan) -> str:
         text += ", no headroom"
     elif longer < 0.001 * first.cost.step and plan.simplicity > first.simplicity:
         is_axis = plan.simplicity[0] > first.simplicity[0]
-        text += f", {'more axes' if is_axis else 'more sharding'}"
+        extra = "settings" if first.layout.sharding == "fsdp" else "sharding"
+        text += f", more {'axes' if is_axis else extra}"
     terms = {n: plan.cost.seconds[n] - s for n, s in first.cost.seconds.items()}
     large = sorted(terms.items(), key=lambda term: -abs(term[1]))[:3]
     least = max(0.05 * abs(longer), 0.001 * first.cost.step)
