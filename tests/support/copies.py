@@ -41,7 +41,13 @@ COPIES: dict[str, tuple[str, ...]] = {
         "08_pipeline_parallel/model.py",
         "09_one_mesh/model.py",
     ),
-    "05_deepspeed_zero/huggingface/qwen.py": ("06_fsdp/huggingface/qwen.py",),
+    "05_deepspeed_zero/huggingface/qwen.py": (
+        "06_fsdp/huggingface/qwen.py",
+        "07_tensor_parallel/huggingface/qwen.py",
+    ),
+    "06_fsdp/huggingface/tiny_qwen.py": (
+        "07_tensor_parallel/huggingface/tiny_qwen.py",
+    ),
     "03_ddp_torchrun/data.py": (
         "05_deepspeed_zero/data.py",
         "06_fsdp/data.py",
