@@ -1,0 +1,533 @@
+"""Chapter 07: a Hugging Face causal language model whose layers are split."""
+
+import contextlib
+import copy
+import io
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from lessons import in_the_pool
+from scripts import load_chapter
+from worker_pool import RankError, WorkerPool
+
+ROOM = "07_tensor_parallel/huggingface"
+B, T, D, V, LAYERS = 4, 32, 128, 256, 2
+SIZES = {
+    **{"vocab_size": V, "hidden_size": D, "intermediate_size": 384},
+    **{"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 256, "tie_word_embeddings": True},
+    **{"bos_token_id": None, "eos_token_id": None},
+}
+BLOCK = "model.layers.*."
+
+# --- What runs on each rank. ----------
+
+
+def modules() -> tuple[Any, Any]:
+    """Return the file to carry away, and the lesson."""
+    room = load_chapter(ROOM)
+    return room["parallel_causal_lm"], room["causal_lm"]
+
+
+def run_causal_lm(fault: str, *words: str) -> tuple[Any, str]:
+    """Be a rank of causal_lm.py, perhaps with a fault; return how it ends."""
+    lesson, output = modules()[1], io.StringIO()
+    load, save, write = lesson.load_split, lesson.save_gathered, lesson.write_checkpoint
+
+    def written(folder: str) -> None:
+        # The lesson is not in a group yet, in which rank 0 alone would write.
+        with mock.patch.object(dist, "is_initialized", return_value=False):
+            write(folder)
+
+    def loaded(*arguments: Any) -> Any:
+        model = load(*arguments)
+        if fault == "buffers of zeros":
+            model.model.rotary_emb.inv_freq.zero_()
+        elif fault == "another rank's rows":
+            flip(model.model.layers[1].self_attn.q_proj.weight)
+        return model
+
+    def saved(model: Any, folder: str) -> None:
+        save(model, folder)
+        if fault == "other weights saved":
+            flip(model.model.layers[0].mlp.down_proj.weight)
+
+    def flip(parameter: Any) -> None:
+        with torch.no_grad():
+            mine = parameter.to_local()
+            both = [torch.empty_like(mine.contiguous()) for _ in range(2)]
+            dist.all_gather(both, mine.contiguous())
+            mine.copy_(both[1 - dist.get_rank()])
+
+    with (
+        in_the_pool(lesson, *words),
+        mock.patch.object(lesson, "write_checkpoint", written),
+        mock.patch.object(lesson, "load_split", loaded),
+        mock.patch.object(lesson, "save_gathered", saved),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+    ):
+        try:
+            lesson.main(lesson.read_options(**lesson.OPTIONS))
+        except SystemExit as end:
+            return end.code, output.getvalue()
+    return 0, output.getvalue()
+
+
+def build(kind: str, changes: dict[str, Any]) -> Any:
+    """Build a small model; its biases and norms are drawn, not zeros and ones."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES | changes)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            torch.nn.init.normal_(p, "norm" in name, 0.3)
+    return model
+
+
+def inputs_of(case: str) -> dict[str, Any]:
+    """Return what the model is called with."""
+    tokens = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(0))
+    call = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    if case == "padded":
+        mask = torch.ones_like(tokens)
+        mask[1, 20:], mask[2, :9] = 0, 0
+        labels = tokens.masked_fill(mask == 0, -100)
+        call |= {"attention_mask": mask, "labels": labels}
+    elif case == "packed":
+        parts = torch.cat([torch.arange(20), torch.arange(T - 20)])
+        call["position_ids"] = parts.expand(B, T)
+    return call
+
+
+def changed_plan(plan: dict[str, Any], change: str) -> dict[str, Any]:
+    """Return the plan with one mistake in it."""
+    whole = ColwiseParallel(output_layouts=Replicate())
+    attention = f"{BLOCK}self_attn."
+    changes: dict[str, dict[str, Any]] = {
+        "": {},
+        "gathered keys and values": {f"{attention}{x}_proj": whole for x in ("k", "v")},
+        "no layer cuts the tokens": {"model.layers.0": None},
+        "embedding cuts the tokens": {
+            "model.layers.0": None,
+            "model.embed_tokens": RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=Shard(1)
+            ),
+        },
+        "query by rows": {
+            f"{attention}q_proj": RowwiseParallel(input_layouts=Replicate())
+        },
+        "down by columns": {f"{BLOCK}mlp.down_proj": ColwiseParallel()},
+        "output whole": {f"{attention}o_proj": RowwiseParallel()},
+        "plain norm": {f"{BLOCK}input_layernorm": None},
+        "plain last norm": {"model.norm": None},
+        "plain head norms": {},
+        "not tied again": {},
+    }
+    return {name: s for name, s in (plan | changes[change]).items() if s is not None}
+
+
+def wrong_gradients(
+    kind: str, case: str, change: str, sizes: dict[str, Any]
+) -> tuple[float, list[str]]:
+    """Split a model and run one step; compare loss and gradients with the whole one."""
+    ours, lesson = modules()
+    alone = build(kind, sizes)
+    model = copy.deepcopy(alone)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    plan = changed_plan(ours.PLAN, change)
+    if change == "not tied again":
+        model.config.tie_word_embeddings = False
+    heads = {} if change == "plain head norms" else ours.HEAD_NORMS
+    # A plain parameter is refused; here its gradient is looked at.
+    kinds = Tensor if "plain" in change else DTensor
+    with mock.patch.multiple(ours, PLAN=plan, HEAD_NORMS=heads, DTensor=kinds):
+        ours.split_over_ranks(model, mesh)
+    losses, call = [], inputs_of(case)
+    for one in (alone, model):
+        if case == "recomputed":
+            one.activation_checkpointing_enable()
+        amp = torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast")
+        with lesson.loss_parallel():
+            with amp:
+                loss = one(**call).loss
+            loss.backward()
+        losses.append(loss.item())
+    far, most = [], 0.1 if case == "autocast" else 1e-4
+    ours_by_name = dict(model.named_parameters())
+    for name, q in alone.named_parameters():
+        p = ours_by_name[name]
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        if not torch.dist(grad, q.grad) < most * q.grad.norm():
+            far.append(name.replace("model.layers.", ""))
+    return abs(losses[0] - losses[1]), far
+
+
+def sent_in_a_step() -> list[tuple[str, int]]:
+    """Return the collectives of a forward and backward pass, with what is given."""
+    ours, lesson = modules()
+    model = build("llama", {})
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    ours.split_over_ranks(model, mesh)
+    tokens = inputs_of("")["input_ids"]
+    with load_chapter("07_tensor_parallel")["sent_and_kept"].Collectives() as calls:
+        lesson.compute_gradients(model, tokens)
+    return calls.noted
+
+
+def write(folder: Path, tied: bool, dtype: torch.dtype = torch.float32) -> None:
+    """Write the tiny checkpoint from rank 0, in several files."""
+    from transformers import AutoModelForCausalLM
+
+    if dist.get_rank() == 0:
+        load_chapter(ROOM)["tiny_qwen"].write_checkpoint(str(folder), tied)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        (folder / "model.safetensors").unlink()
+        model.save_pretrained(folder, max_shard_size="300KB")
+    dist.barrier()
+
+
+def loaded_and_saved(folder: Path, tied: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """Load a checkpoint in slices, count what is read, and save it again."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    write(folder, tied, dtype)
+    ours, _ = modules()
+    reader, read = ours.HuggingFaceStorageReader, []
+    real = reader._process_read_request
+
+    def noted(self: Any, file: Any, request: Any, planner: Any) -> None:
+        read.append(math.prod(request.lengths))
+        real(self, file, request, planner)
+
+    n = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (n // 2, 2), mesh_dim_names=("data", "tensor"))
+    with mock.patch.object(reader, "_process_read_request", noted):
+        model = ours.load_split(str(folder), mesh)
+    ours.save_gathered(model, str(folder / "saved"))
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    again: Any = AutoModelForCausalLM.from_pretrained(folder / "saved")
+    parameters: list[Any] = list(model.parameters())
+    pairs = zip(parameters, plain.parameters(), again.parameters(), strict=True)
+    equal = [torch.equal(p.full_tensor(), q) and torch.equal(q, r) for p, q, r in pairs]
+    buffers = zip(model.named_buffers(), plain.named_buffers(), strict=True)
+    return {
+        "files": len(list(folder.glob("model-*.safetensors"))),
+        "equal": (all(equal), len(equal)),
+        "buffers": [a == b and torch.equal(p, q) for (a, p), (b, q) in buffers],
+        "dtypes": {p.dtype for p in parameters},
+        "tied": model.lm_head.weight is model.model.embed_tokens.weight,
+        "read": sum(read),
+        "kept": sum(p.to_local().numel() for p in parameters),
+        "whole": sum(p.numel() for p in parameters),
+        "saved": len(load_file(folder / "saved" / "model.safetensors")),
+        "kind": json.loads((folder / "saved/config.json").read_text())["architectures"],
+    }
+
+
+def with_distribute_module() -> None:
+    """Make DTensors of the buffers, too, and run the model."""
+    ours, _ = modules()
+    model = build("llama", {})
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    ours.split_over_ranks(model, mesh)
+    distribute_module(model, mesh["tensor"])
+    model(**inputs_of(""))
+
+
+def by_transformers_itself(folder: Path) -> dict[str, Any]:
+    """Load with transformers' own tensor parallelism; compare with one process."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    write(folder, tied=True)
+    config = DistributedConfig(tp_size=dist.get_world_size())
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder)
+    call, losses, tokens = inputs_of(""), [], []
+    model.model.layers[1].register_forward_pre_hook(
+        lambda layer, given: tokens.append(given[0].shape[1])
+    )
+    for one in (model, plain):
+        loss = one(**call).loss
+        loss.backward()
+        losses.append(loss.item())
+    pairs = list(zip(model.named_parameters(), plain.parameters(), strict=True))
+    whole = [
+        getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for (_, p), _ in pairs
+    ]
+    errors = []
+    for use in (
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        torch.optim.AdamW(model.parameters(), fused=True).step,
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            use()
+        errors.append(str(caught.value))
+    return {
+        "loss": abs(losses[0] - losses[1]),
+        "far": max(
+            (g - q.grad).abs().max().item()
+            for g, (_, q) in zip(whole, pairs, strict=True)
+        ),
+        "plain": {
+            n.split(".")[-2] for (n, p), _ in pairs if not hasattr(p, "to_local")
+        },
+        "tokens": tokens,
+        "errors": errors,
+    }
+
+
+def refused(config: dict[str, Any], tensor_ranks: int, folder: Path) -> str:
+    """Build and split a model of another kind; return why it is refused."""
+    from transformers import AutoConfig
+
+    ours, _ = modules()
+    AutoConfig.for_model(**config).save_pretrained(folder)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    try:
+        ours.split_over_ranks(ours.build_on_meta(str(folder), tensor_ranks), mesh)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+# --- The lesson. ----------
+
+CLAIM = "losses of one process; gradients of the saved model on one process"
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_losses_and_gradients_are_one_process_s(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    ends = worker_pool.run(run_causal_lm, "", world_size=world_size)
+    assert [code for code, _ in ends] == [0] * world_size, ends
+    output = ends[0][1]
+    assert output.splitlines()[-1] == f"check: {CLAIM}"
+    losses = [float(n) for n in re.findall(r"step \d \| loss (\S+)", output)]
+    assert len(losses) == 4 and 5.3 < losses[0] < 5.7 and losses[3] < losses[0] - 0.3
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["buffers of zeros", "another rank's rows", "other weights saved"],
+)
+def test_check_notices(worker_pool: WorkerPool, fault: str) -> None:
+    ends = worker_pool.run(run_causal_lm, fault)
+    assert [code for code, _ in ends] == [1, 1], ends
+    assert f"check failed on ranks [0, 1], not so: {CLAIM}" in ends[0][1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model=x"], "--model needs --save=FOLDER, too"),
+        (["--tensor=2"], "--tensor=2 does not divide the number of ranks"),
+        (
+            ["--model={folder}", "--save=x", "--tensor=1"],
+            "Unrecognized model in .*",
+        ),
+        (
+            ["--model=/no/such", "--save=x", "--tensor=1"],
+            "/no/such: there is no such folder",
+        ),
+    ],
+)
+def test_wrong_words_are_refused_in_one_line(
+    worker_pool: WorkerPool, tmp_path: Path, words: list[str], said: str
+) -> None:
+    words = [word.format(folder=tmp_path) for word in words]
+    ((code, output),) = worker_pool.run(run_causal_lm, "", *words, world_size=1)
+    assert code == 2
+    # What transformers imports on first use may say a line of its own before.
+    line = output.strip().splitlines()[-1]
+    assert re.fullmatch(rf"causal_lm\.py: {said}", line)
+
+
+# --- The plan. ----------
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "sizes"),
+    [
+        ("qwen2", "", {}),
+        ("qwen2", "", {"tie_word_embeddings": False}),
+        ("qwen2", "padded", {}),
+        ("qwen2", "packed", {}),
+        ("qwen2", "recomputed", {}),
+        ("qwen2", "autocast", {}),
+        ("qwen2", "", {"attn_implementation": "eager"}),
+        ("qwen2", "", {"vocab_size": V + 1}),
+        ("qwen3", "", {"head_dim": 32}),
+        ("llama", "", {"attention_bias": True, "mlp_bias": True}),
+        ("mistral", "", {}),
+    ],
+)
+def test_plan_gives_the_gradients_of_one_process(
+    worker_pool: WorkerPool, kind: str, case: str, sizes: dict[str, Any]
+) -> None:
+    ends = worker_pool.run(wrong_gradients, kind, case, "", sizes)
+    assert [far for _, far in ends] == [[], []]
+    assert all(loss < (1e-3 if case == "autocast" else 1e-5) for loss, _ in ends)
+    assert len(ends) == 2
+
+
+NORMS = ["0.input_layernorm.weight", "1.input_layernorm.weight"]
+HEAD_NORMS = [f"{i}.self_attn.{x}_norm.weight" for i in range(LAYERS) for x in "qk"]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "wrong"),
+    [
+        ("plain norm", "llama", NORMS),
+        ("plain last norm", "llama", ["model.norm.weight"]),
+        ("plain head norms", "qwen3", HEAD_NORMS),
+    ],
+)
+def test_plain_norms_get_a_wrong_gradient_without_an_error(
+    worker_pool: WorkerPool, change: str, kind: str, wrong: list[str]
+) -> None:
+    ends = worker_pool.run(wrong_gradients, kind, "", change, {})
+    assert [far for _, far in ends] == [wrong, wrong]
+    assert max(loss for loss, _ in ends) < 1e-5
+
+
+def test_two_halves_of_a_tied_matrix_get_a_part_of_its_gradient_each(
+    worker_pool: WorkerPool,
+) -> None:
+    ends = worker_pool.run(wrong_gradients, "qwen2", "", "not tied again", {})
+    assert [far for _, far in ends] == [["model.embed_tokens.weight"]] * 2
+
+
+def test_gathered_keys_and_values_meet_the_wrong_queries(
+    worker_pool: WorkerPool,
+) -> None:
+    ends = worker_pool.run(wrong_gradients, "qwen2", "", "gathered keys and values", {})
+    assert [len(far) for _, far in ends] == [26, 26]
+    assert min(loss for loss, _ in ends) > 1e-3
+
+
+ROTARY = r"size of tensor a \((64|32)\) must match the size of tensor b \((32|16)\)"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("no layer cuts the tokens", "must match the size of tensor b"),
+        ("embedding cuts the tokens", ROTARY),
+        ("query by rows", "a and b must have same reduction dim"),
+        ("down by columns", "a and b must have same reduction dim"),
+        ("output whole", "must match the size of tensor b"),
+    ],
+)
+def test_wrong_style_says_so(worker_pool: WorkerPool, change: str, said: str) -> None:
+    with pytest.raises(RankError) as caught:
+        worker_pool.run(wrong_gradients, "qwen2", "", change, {})
+    assert re.search(said, caught.value.traceback)
+
+
+def test_buffers_stay_plain(worker_pool: WorkerPool) -> None:
+    with pytest.raises(RankError) as caught:
+        worker_pool.run(with_distribute_module)
+    text = caught.value.traceback
+    assert "got mixed torch.Tensor and DTensor" in text and "rotary_emb" in text
+
+
+def test_each_block_gathers_twice_and_no_rank_gathers_logits(
+    worker_pool: WorkerPool,
+) -> None:
+    part, whole = B * T // 2 * D * 4, B * T * D * 4
+    gather, scatter = ("all_gather_into_tensor", part), ("reduce_scatter_tensor", whole)
+    by_rank = worker_pool.run(sent_in_a_step)
+    assert len(by_rank) == 2
+    for noted in by_rank:
+        # Forward: five gathers (the head has one), four scatters; backward reverses
+        # them, and gathers what the first layer has cut.
+        assert (noted.count(gather), noted.count(scatter)) == (10, 9)
+        others = [call for call in noted if call not in (gather, scatter)]
+        of_loss = [("all_reduce", B * T * 4)] * 3
+        assert others == [("all_reduce", whole), *of_loss, ("allreduce_", 4)]
+
+
+# --- Files. ----------
+
+
+@pytest.mark.parametrize(
+    ("tied", "dtype", "world_size"),
+    [
+        (True, torch.float32, 2),
+        (False, torch.bfloat16, 2),
+        pytest.param(True, torch.float32, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_each_rank_reads_its_slices_and_the_whole_comes_back(
+    worker_pool: WorkerPool,
+    tmp_path: Path,
+    tied: bool,
+    dtype: torch.dtype,
+    world_size: int,
+) -> None:
+    ends = worker_pool.run(
+        loaded_and_saved, tmp_path, tied, dtype, world_size=world_size
+    )
+    assert len(ends) == world_size
+    for found in ends:
+        assert found["files"] > 1
+        assert found["equal"] == (True, 26 if tied else 27)
+        assert found["buffers"] == [True, True]
+        assert found["dtypes"] == {torch.float32} and found["tied"] == tied
+        assert found["read"] == found["kept"]
+        assert found["kept"] == pytest.approx(found["whole"] / world_size, rel=0.01)
+        assert found["saved"] == (26 if tied else 27)
+        assert found["kind"] == ["Qwen2ForCausalLM"]
+
+
+QWEN_MOE = {"model_type": "qwen2_moe", "num_hidden_layers": 1, "num_experts": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "n", "said"),
+    [
+        ({"model_type": "gpt2"}, 1, "GPT2Config: 1 ranks cannot share its key/value"),
+        ({"model_type": "gemma"}, 1, "GemmaForCausalLM has buffers in"),
+        (QWEN_MOE, 1, "Qwen2MoeForCausalLM: no style in PLAN for model.layers.0.mlp."),
+        ({"model_type": "llama", "num_key_value_heads": 8}, 3, "LlamaConfig: 3 ranks"),
+        ({"model_type": "llama", "num_key_value_heads": 8}, 8, ""),
+        ({"model_type": "qwen3"}, 4, ""),
+    ],
+)
+def test_model_that_does_not_fit_the_plan_is_refused(
+    worker_pool: WorkerPool, tmp_path: Path, config: dict[str, Any], n: int, said: str
+) -> None:
+    (found,) = worker_pool.run(refused, config, n, tmp_path, world_size=1)
+    assert found.startswith(said) and bool(found) == bool(said)
+
+
+def test_transformers_itself_leaves_norms_and_activations_whole(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    ends = worker_pool.run(by_transformers_itself, tmp_path)
+    assert len(ends) == 2
+    for found in ends:
+        assert found["loss"] < 1e-6 and found["far"] < 1e-6
+        norms = {"input_layernorm", "post_attention_layernorm", "norm"}
+        assert found["plain"] == norms and found["tokens"] == [T]
+        for error in found["errors"]:
+            assert "got mixed torch.Tensor and DTensor" in error
+        assert len(found["errors"]) == 2
