@@ -27,15 +27,18 @@ class Training(Stateful):
         """Return what to save, and where to load to; every rank calls this.
 
         Raises `RuntimeError` if there are gradients, and no state of the optimizer.
+        Before the first step it makes one of zeros, with which NAdam, ASGD and SGD with
+        dampening do not begin: save those later.
         """
         groups, is_new = self.optimizer.param_groups, not self.optimizer.state
         if is_new and any(p.grad is not None for g in groups for p in g["params"]):
             # PyTorch would leave out the optimizer's state, and say nothing.
             raise RuntimeError("optimizer.zero_grad() first: it has no state yet")
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        if is_new:  # PyTorch has made a state by a step of length 0, and counted it
+        if is_new:  # PyTorch has made a state by a step, which has left its traces
             for state in self.optimizer.state.values():
-                state.get("step", torch.zeros(())).zero_()
+                for value in filter(torch.is_tensor, state.values()):
+                    value.zero_()
         others = {name: other.state_dict() for name, other in self.others.items()}
         return {"model": model, "optimizer": optimizer, **others}
 
