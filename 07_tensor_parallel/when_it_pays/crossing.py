@@ -70,7 +70,10 @@ def main() -> None:
     options = read_options(json={"type": Path, "default": MEASURED, "help": "to read"})
     try:
         error = show_crossings(json.loads(options.json.read_text()))
-    except (AttributeError, LookupError, OSError, TypeError, ValueError) as reason:
+    except (
+        *(ArithmeticError, AttributeError, LookupError, OSError, StopIteration),
+        *(TypeError, ValueError),
+    ) as reason:
         fail(f"--json={options.json} is no file by step_time.py: {reason!r}")
     claim = f"at the slowest link the batch is off by {error:+.0%} (limit {LIMIT:.0%})"
     if abs(error) > LIMIT:

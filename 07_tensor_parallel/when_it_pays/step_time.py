@@ -34,8 +34,11 @@ def main() -> None:
     if "LAB_HOST" not in os.environ or "RANK" not in os.environ:
         lab, script = "03_ddp_torchrun/cluster/lab.py", os.path.relpath(__file__)
         fail(f"start it in the laboratory: python {lab} -- {script}")
+    n = int(os.environ["WORLD_SIZE"])
+    if options.samples % n:
+        fail(f"{n} ranks cannot share {options.samples} samples evenly")
     join(at_least=2, only_cpu=True)
-    n, link = dist.get_world_size(), os.environ["LAB_LINK_RATE"] or "100gbit"
+    link = os.environ["LAB_LINK_RATE"] or "100gbit"
     rate = float(link[:-4]) * UNITS[link[-4]]
     ways = Ways(options.samples)
     error = ways.largest_error()
