@@ -23,7 +23,7 @@ from model import GPT, GPTConfig
 from ranks import check, gather, join, leave, say
 from stateful import Training
 
-SAMPLES, BLOCK_SIZE = 6, 32  # 1, 2 and 3 ranks divide the samples
+SAMPLES, BLOCK_SIZE = 12, 32  # 1, 2, 3 and 4 ranks divide the samples
 
 
 def new_training(device: torch.device, mesh: DeviceMesh | None = None) -> Training:
