@@ -1,7 +1,8 @@
 """`nn.init` on sharded parameters, with one process's values: carry away this one file.
 
 Seed all ranks alike, then: `with DrawWhole(): module.reset_parameters()`. PyTorch shows
-it `uniform_`, `normal_`, `constant_` and `kaiming_uniform_` only; others go unchanged.
+it `uniform_`, `normal_`, `constant_` and `kaiming_uniform_` only; others go unchanged,
+and an embedding's `padding_idx` row, which `reset_parameters` should zero, is drawn.
 """
 
 from typing import Any
