@@ -141,15 +141,23 @@ def wrong_rows(inputs: torch.Tensor, weight: DTensor) -> torch.Tensor:
     return inputs @ weight.full_tensor().flip(0).t().pow(1)
 
 
-@pytest.mark.parametrize("fault", [local_gradient, wrong_rows])
-def test_dtensor_notices_a_wrong_layer(worker_pool: WorkerPool, fault: Any) -> None:
-    ends = worker_pool.run(ending_with_linear, fault.__name__)
+def doubled_sum(tensor: DTensor, placement: Any) -> tuple[DTensor, str]:
+    """Change the placement of a tensor; of a sum, the values too."""
+    times = 2 if tensor.placements[0].is_partial() and placement.is_shard() else 1
+    changed: Any = tensor.redistribute(placements=[placement])
+    return times * changed, ""
+
+
+@pytest.mark.parametrize("fault", [local_gradient, wrong_rows, doubled_sum])
+def test_dtensor_notices_a_wrong_part(worker_pool: WorkerPool, fault: Any) -> None:
+    ends = worker_pool.run(ending_with_part, fault.__name__)
     assert_failed(ends, "5 tensors and a gradient are one process's")
 
 
-def ending_with_linear(name: str) -> tuple[Any, str]:
-    """Run dtensor.py with another layer."""
-    return ending(DTENSOR, "dtensor", sharded_linear=globals()[name])
+def ending_with_part(name: str) -> tuple[Any, str]:
+    """Run dtensor.py with another layer, or another change of placement."""
+    part = "change" if name == "doubled_sum" else "sharded_linear"
+    return ending(DTENSOR, "dtensor", **{part: globals()[name]})
 
 
 # --- train.py. ----------
@@ -319,7 +327,8 @@ def broken_train(fault: str, *words: str) -> tuple[Any, str]:
 
     def local(model: Any, plain: Any, dataset: Any) -> float:
         model.set_gradient_divide_factor(1.0)
-        return real_error(model, plain, dataset)
+        error = real_error(model, plain, dataset)
+        return error if dist.get_rank() == 1 else 0.0  # all are told of it
 
     def moved(model: Any, plain: Any, dataset: Any) -> float:
         with torch.no_grad():
@@ -346,6 +355,7 @@ def test_train_notices_a_gradient_that_is_not_one_processs(
     words = [*words_for(text, tmp_path / "gpt.pt", 2), "--max-steps=1"]
     ends = worker_pool.run(broken_train, fault, *words)
     assert_failed(ends, r"2 rank\(s\) compute the gradient of one")
+    assert "ranks [0, 1]" in ends[0][1]
 
 
 # --- From the meta device. ----------
@@ -475,10 +485,12 @@ def drawn_whole(axes: tuple[str, ...]) -> list[bool]:
     fully_shard(model, mesh=mesh["dp"] if "tp" in axes else mesh)
     model.to_empty(device="cpu")
     torch.manual_seed(0)
-    with load_chapter(DTENSOR)["init_whole"].DrawWhole():
+    room = load_chapter(DTENSOR)
+    with room["counters"].CollectiveLog() as log, room["init_whole"].DrawWhole():
         for index in range(2):
             layer: Any = model.get_submodule(str(index))
             layer.reset_parameters()
+    assert not log.calls  # each rank draws for itself
     shards: Any = model.parameters()
     ours = [weight.full_tensor() for weight in shards]
     return list(map(torch.equal, ours, alone.parameters()))
@@ -491,6 +503,33 @@ def test_parameters_drawn_whole_are_one_process_s_on_any_mesh(
     assert worker_pool.run(drawn_whole, axes, world_size=4) == [[True] * 4] * 4
 
 
+def drawn_by_others() -> tuple[bool, list[bool]]:
+    """Draw a matrix by `trunc_normal_`, and an embedding whose second row is padding.
+
+    Tell whether the one is as one process draws it, and which rows of the other.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    matrices = torch.zeros(6, 4), distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0)])
+    rows: list[Any] = [nn.Embedding(4, 3, padding_idx=1) for _ in range(2)]
+    fully_shard(rows[1], mesh=mesh)
+    with load_chapter(DTENSOR)["init_whole"].DrawWhole():
+        for matrix, embedding in zip(matrices, rows, strict=True):
+            torch.manual_seed(0)
+            torch.nn.init.trunc_normal_(matrix)
+            torch.manual_seed(0)
+            embedding.reset_parameters()
+    pairs = zip(rows[1].weight.full_tensor(), rows[0].weight, strict=True)
+    same = [torch.equal(*pair) for pair in pairs]
+    return torch.equal(matrices[1].full_tensor(), matrices[0]), same
+
+
+def test_other_functions_and_rows_of_padding_are_not_drawn_whole(
+    worker_pool: WorkerPool,
+) -> None:
+    found = worker_pool.run(drawn_by_others)
+    assert found == [(False, [True, False, True, True])] * 2
+
+
 def number_in(text: str) -> int:
     """Read a whole number with commas in it."""
     return int(text.strip(",").replace(",", ""))
@@ -501,8 +540,8 @@ def ending_of_meta(fault: str) -> tuple[Any, str]:
     lesson = load_chapter(DTENSOR)["meta_init"]
     real = lesson.draw_weights
 
-    def own_seed(model: Any) -> None:
-        torch.manual_seed(dist.get_rank())
+    def all_at_once(model: Any) -> None:
+        _held = torch.zeros(sum(p.numel() for p in model.parameters()))
         real(model)
 
     def without_reset(model: Any) -> None:
@@ -511,12 +550,14 @@ def ending_of_meta(fault: str) -> tuple[Any, str]:
     return ending(
         DTENSOR,
         "meta_init",
-        draw_weights={"own seed": own_seed, "no reset": without_reset}[fault],
+        draw_weights={"all at once": all_at_once, "no reset": without_reset}[fault],
     )
 
 
-@pytest.mark.parametrize("fault", ["own seed", "no reset"])
-def test_meta_init_notices_other_values(worker_pool: WorkerPool, fault: str) -> None:
+@pytest.mark.parametrize("fault", ["all at once", "no reset"])
+def test_meta_init_notices_other_values_and_a_whole_model(
+    worker_pool: WorkerPool, fault: str
+) -> None:
     ends = worker_pool.run(ending_of_meta, fault)
     assert_failed(ends, r"\d+ parameters, drawn in shards, are")
 
@@ -543,10 +584,25 @@ def ending_of_finetune(path: Path, fault: str) -> tuple[Any, str]:
                 moments["exp_avg"].zero_()
         take_over(run, state)
 
-    fill = mock.Mock() if fault == "not filled" else states.set_model_state_dict
+    right = states.set_model_state_dict
+
+    def fill(model: Any, *rest: Any, **words: Any) -> None:
+        right(model, *rest, **words)
+        if fault == "one weight is another":  # of 25, in both runs
+            with torch.no_grad():
+                model.final_norm.bias.to_local().add_(0.01)
+
+    train = lesson.finetune
+
+    def finetune(*arguments: Any) -> list[float]:
+        losses = train(*arguments)  # means, of 5.5 at first: the logarithm of 256
+        assert lesson.gather(losses) == [losses] * 2 and max(losses) < 6
+        return losses
+
     with (
         mock.patch.object(training, "load_state_dict", forget),
         mock.patch.object(states, "set_model_state_dict", fill),
+        mock.patch.object(lesson, "finetune", finetune),
     ):
         return ending(CHAPTER, "finetune", FILE=path, STEPS=4, GPTConfig=small_gpt)
 
@@ -573,7 +629,7 @@ def test_file_is_trained_in_shards(
 @pytest.mark.parametrize(
     "fault",
     [
-        "not filled",
+        "one weight is another",
         pytest.param("moments forgotten", marks=pytest.mark.slow),
         "schedule forgotten",
     ],
@@ -748,8 +804,8 @@ def ending_of_evaluate(path: Path, fault: str) -> tuple[Any, str]:
 
     def load_badly(device: torch.device) -> Any:
         model = load(device)
-        if fault == "a shard lost" and dist.get_rank() == 1:
-            model.final_norm.weight.to_local().detach().zero_()
+        if fault == "another text":
+            model.generate = lambda *_: "ab"
         return model
 
     def reduce_badly(tensor: torch.Tensor, **words: Any) -> Any:
@@ -781,7 +837,7 @@ def test_evaluation_and_text_are_those_of_one_process(
 
 
 @pytest.mark.parametrize(
-    "fault", ["a rank's own loss", "a sample too many", "a shard lost"]
+    "fault", ["a rank's own loss", "a sample too many", "another text"]
 )
 def test_evaluate_notices(
     worker_pool: WorkerPool, file_of_weights: Path, fault: str
@@ -810,9 +866,13 @@ def gathers_of_a_text(path: Path) -> tuple[list[int], list[int], set[str], float
     kinds = {type(weight).__name__ for weight in model.parameters()}
     kept = sum(weight.to_local().numel() for weight in model.parameters())
     calls = []
-    model.register_forward_hook(lambda *_: calls.append(1))
+    model.register_forward_hook(
+        lambda *_: calls.append((model.training, torch.is_grad_enabled()))
+    )
     samples = lesson.WindowDataset(lesson.load_text(None, 128)[1], 128, 33)
+    model.train()
     lesson.validation_loss(model, samples, torch.device("cpu"))
+    assert calls == [(False, False)] and model.training
     with log() as again:
         model.reshard()
         model(torch.zeros(1, 4, dtype=torch.long))
@@ -926,6 +986,7 @@ def saved_before_the_first_step(folder: Path, kind: str) -> tuple[float, str]:
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     settings: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
+    settings["weight_decay"] = 0.5
 
     def run() -> Any:
         torch.manual_seed(0)
@@ -951,7 +1012,7 @@ def saved_before_the_first_step(folder: Path, kind: str) -> tuple[float, str]:
     return apart, str(told.value)
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD"])
 def test_a_state_that_pytorch_makes_is_that_before_the_first_step(
     worker_pool: WorkerPool, tmp_path: Path, kind: str
 ) -> None:
@@ -1030,10 +1091,28 @@ def test_each_state_dict_is_what_the_table_says(
     )
 
 
+def ends_of_what_was_not_loaded() -> list[tuple[Any, str]]:
+    """Get a state dict, of model and of optimizer, and load nothing."""
+    ways = load_chapter(CHECKPOINTS)["state_dicts"].WAYS
+    return [
+        ending(
+            CHECKPOINTS, "state_dicts", WAYS={name: (ways[name][0], lambda *_: None)}
+        )
+        for name in ("model.state_dict()", "optimizer.state_dict()")
+    ]
+
+
+def test_a_state_dict_that_was_not_loaded_is_noticed(worker_pool: WorkerPool) -> None:
+    by_rank = worker_pool.run(ends_of_what_was_not_loaded)
+    for ends in zip(*by_rank, strict=True):
+        assert_failed(list(ends), "1 state dicts loaded, and equal to the last bit")
+    assert len(by_rank) == 2 and len(by_rank[0]) == 2
+
+
 def test_save_in_the_background_holds_the_weights_of_its_call(
     worker_pool: WorkerPool,
 ) -> None:
-    outputs = worker_pool.run(run_lesson, CHECKPOINTS, "async_checkpoint")
+    outputs = worker_pool.run(run_lesson, CHECKPOINTS, "async_checkpoint", world_size=4)
     lines = outputs[0].splitlines()
     assert re.fullmatch("step 2 was taken before .*: (True|False)", lines[0])
     assert ".metadata" not in lines[1] and "__0_0.distcp" in lines[1]
@@ -1045,8 +1124,11 @@ def ending_of_async(fault: str) -> tuple[Any, str]:
     """Run async_checkpoint.py with a part that is wrong."""
     lesson = load_chapter(CHECKPOINTS)["async_checkpoint"]
 
-    def newest(folder: Path) -> Path:
-        return max(folder.glob("step_*"))
+    def idle(*arguments: Any) -> torch.Tensor:
+        weights.append(weights[0] if weights else take(*arguments))
+        return weights[0]
+
+    weights: list[torch.Tensor] = []
 
     def late(training: Any, folder: Path, number: int, group: Any, *writer: Any) -> Any:
         """Save when the next step has been taken."""
@@ -1054,18 +1136,12 @@ def ending_of_async(fault: str) -> tuple[Any, str]:
             torch.manual_seed(1)
             tokens = torch.randint(256, (lesson.SAMPLES, lesson.BLOCK_SIZE + 1))
             mesh = next(training.model.parameters()).device_mesh
-            lesson.step(training, tokens, mesh)
+            take(training, tokens, mesh)
         return lesson_save(training, folder, number, group, *writer)
 
-    lesson_save = lesson.save_in_background
-    faults = {
-        "any folder": {"newest_whole": newest},
-        "late": {"save_in_background": late},
-    }
-    try:
-        return ending(CHECKPOINTS, "async_checkpoint", **faults[fault])
-    except Exception as error:
-        return 1, f"{type(error).__name__}: {error}"
+    lesson_save, take = lesson.save_in_background, lesson.step
+    faults = {"late": {"save_in_background": late}, "no second step": {"step": idle}}
+    return ending(CHECKPOINTS, "async_checkpoint", **faults[fault])
 
 
 def test_newest_checkpoint_has_the_largest_number_of_those_that_are_whole(
@@ -1080,8 +1156,9 @@ def test_newest_checkpoint_has_the_largest_number_of_those_that_are_whole(
     assert newest == tmp_path / "step_10"
 
 
-def test_save_of_later_weights_is_noticed(worker_pool: WorkerPool) -> None:
-    ends = worker_pool.run(ending_of_async, "late")
+@pytest.mark.parametrize("fault", ["late", "no second step"])
+def test_save_of_later_weights_is_noticed(worker_pool: WorkerPool, fault: str) -> None:
+    ends = worker_pool.run(ending_of_async, fault)
     assert_failed(ends, "loaded: the weights at the call")
 
 

@@ -106,6 +106,43 @@ def test_wrong_product_is_noticed(worker_pool: WorkerPool, fault: str) -> None:
     assert_noticed(worker_pool.run(matrix_ending, fault), "9 results are those of")
 
 
+def wrong_parts() -> list[Any]:
+    """Show parts that are wrong; then get each result of an MLP wrong by a millionth.
+
+    What of the last ends with an error is told by its number, rows first by a 4.
+    """
+    script, whole = modules["matrix"], torch.arange(8.0).view(2, 4)
+    rank, real, first = dist.get_rank(), script.mlp, script.mlp_rows_first
+    with contextlib.redirect_stdout(io.StringIO()):
+        told = [
+            script.show_parts("", mine + off, whole)
+            for mine in (script.cut(whole, 1), (1 - rank) * whole)
+            for off in (0, 1e-3 * rank)
+        ]
+
+    def noticed(number: int) -> bool:
+        def mlp(*parts: Tensor) -> list[Tensor]:
+            return [y + 1e-4 * (i == number) for i, y in enumerate(real(*parts))]
+
+        def rows_first(*parts: Tensor) -> Tensor:
+            return first(*parts) + 1e-4 * (number == 4)
+
+        faults = [(script, "mlp", mlp), (script, "mlp_rows_first", rows_first)]
+        return ending("matrix", faults)[0] == 1
+
+    return [told, [number for number in range(6) if noticed(number)]]
+
+
+def test_each_part_and_each_result_of_an_mlp_is_compared(
+    worker_pool: WorkerPool,
+) -> None:
+    complete, terms = [True, False], [[True, False], [0, 1, 2, 3, 4]]
+    first, second = worker_pool.run(wrong_parts)
+    assert second == [complete + terms[0], terms[1]]
+    # Rank 0's columns are right, and its sum is not.
+    assert first == [[True, True, *terms[0]], terms[1]]
+
+
 # --- The layers. ----------
 
 
@@ -189,6 +226,9 @@ def test_two_of_four_ranks_can_share_a_layer(worker_pool: WorkerPool) -> None:
 def cut_and_keep() -> tuple[int, int]:
     """Cut a matrix by rows; return the bytes of a shard, and what it keeps alive."""
     shard = layers.shard_of(torch.ones(8, 8), 0)
+    term = torch.arange(6.0).view(2, 3)  # on rank 1 in another order of memory
+    mine = term.t().contiguous().t() if dist.get_rank() == 1 else term
+    assert torch.equal(layers.all_reduced(mine), 4 * term)
     return shard.nbytes, shard.untyped_storage().nbytes()
 
 
@@ -344,6 +384,32 @@ def hand_ending(fault: str) -> tuple[Any, str]:
         "sum": (layers, "all_reduced", lambda x, *_: 2 * x.detach()),
     }
     return ending("by_hand", [faults[fault], (by_hand, "STEPS", 3)])
+
+
+def hand_off_by_little(part: str) -> Any:
+    """Run a step of by_hand.py with a value off by 1e-8; return the exit code."""
+    real = by_hand.train_by_adam
+
+    def train_by_adam(one: Any, device: torch.device) -> Tensor:
+        losses, norm = real(one, device), one.final_norm.weight
+        if type(one) is gpt.ParallelGPT:
+            off = {"weight": norm, "gradient": norm.grad, "loss": losses}[part]
+            off.detach()[0] += 1e-8
+        return losses
+
+    faults = [(by_hand, "train_by_adam", train_by_adam), (by_hand, "STEPS", 1)]
+    return ending("by_hand", faults)[0]
+
+
+def ends_off_by_little() -> list[Any]:
+    """Get the loss, a weight and a gradient wrong, one at a time."""
+    return [hand_off_by_little(part) for part in ("loss", "weight", "gradient")]
+
+
+def test_losses_weights_and_gradients_are_compared_to_eight_digits(
+    worker_pool: WorkerPool,
+) -> None:
+    assert worker_pool.run(ends_off_by_little) == [[1, 1, 1]] * 2
 
 
 @pytest.mark.parametrize(
@@ -719,7 +785,8 @@ def train_ending(fault: str, words: list[str]) -> Run:
     """Run train.py with gradients summed once too often, or with a seed by rank."""
     seed, rank = torch.manual_seed, dist.get_rank()
     wrong: tuple[Any, str, Any] = {
-        "sum": (train.data, "whole", lambda tensor: 2 * tensor.full_tensor()),
+        # On rank 1 alone; all are told.
+        "sum": (train.data, "whole", lambda tensor: (1 + rank) * tensor.full_tensor()),
         "dropout": (torch, "manual_seed", lambda number: seed(number + rank)),
     }[fault]
     with mock.patch.object(train.ranks, "leave"), mock.patch.object(*wrong):
@@ -779,24 +846,32 @@ def sequence_ending(fault: str) -> tuple[Any, str]:
         "gathered thrice": {
             "+ sequence": ([script.SEQUENCE_PLAN], contextlib.nullcontext)
         },
-        "memory": {"+ loss": script.WAYS["+ sequence"]},
+        "keeps more": {},
         "gradient": {},
+        "sends more": {},
     }
-    split = script.split_over_ranks
+    more = 1.05 if fault == "keeps more" else 1
+    split, kept = script.split_over_ranks, script.kept_for_backward
+    models: list[Any] = []
 
-    def split_and_double(*arguments: Any) -> Any:
-        ours = split(*arguments)
-        ours.blocks[1].query.weight.data.mul_(2 if fault == "gradient" else 1)
+    def split_and_spoil(*arguments: Any) -> Any:
+        models.append(ours := split(*arguments))
+        ours.blocks[1].query.weight.data.mul_(1 + 1e-5 * (fault == "gradient"))
+        if fault == "sends more" and len(models) == 3:
+            ours.register_forward_hook(lambda *_: dist.all_reduce(torch.ones(10**6)))
         return ours
 
     faults = [
         (script, "WAYS", script.WAYS | wrong[fault]),
-        (script, "split_over_ranks", split_and_double),
+        (script, "split_over_ranks", split_and_spoil),
+        (script, "kept_for_backward", lambda *x: round(kept(*x) * more)),
     ]
     return ending("sequence_parallel", faults)
 
 
-@pytest.mark.parametrize("fault", ["gathered thrice", "memory", "gradient"])
+@pytest.mark.parametrize(
+    "fault", ["gathered thrice", "keeps more", "gradient", "sends more"]
+)
 def test_sequence_parallel_gone_wrong_is_noticed(
     worker_pool: WorkerPool, fault: str
 ) -> None:

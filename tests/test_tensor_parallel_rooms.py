@@ -523,11 +523,20 @@ def ending_of(script: Any, faults: list[tuple[Any, str, Any]]) -> tuple[Any, str
     return 0, (said.getvalue().splitlines() or [""])[-1]
 
 
+class LargerGPT(BYTES.ParallelGPT):
+    """Has a number that nothing uses, and so sends nothing more."""
+
+    def __init__(self, config: Any) -> None:
+        """Add it."""
+        super().__init__(config)
+        self.unused = nn.Parameter(torch.zeros(1))
+
+
 def count_bytes(fault: str = "") -> tuple[Any, str]:
     """Run bytes_and_memory.py, as it is or with a fault."""
     faults: dict[str, tuple[Any, str, Any]] = {
         "formula": (BYTES, "tensor_parallel_bytes", lambda *_: 0),
-        "whole": (BYTES, "ParallelGPT", BYTES.GPT),
+        "one parameter more": (BYTES, "ParallelGPT", LargerGPT),
     }
     return ending_of(BYTES, [faults[fault]] if fault else [])
 
@@ -574,7 +583,7 @@ def test_megabytes_of_a_rank_follow_from_the_shapes(worker_pool: WorkerPool) -> 
     assert more == pytest.approx((4 + 12 / 2) * activation, rel=0.01)
 
 
-@pytest.mark.parametrize("fault", ["formula", "whole"])
+@pytest.mark.parametrize("fault", ["formula", "one parameter more"])
 def test_wrong_counts_are_noticed(worker_pool: WorkerPool, fault: str) -> None:
     found = worker_pool.run(count_bytes, fault)
     assert [code for code, _ in found] == [1, 1]
@@ -613,38 +622,59 @@ def test_three_ways_compute_one_gradient(worker_pool: WorkerPool) -> None:
         assert min(error for error, _ in broken) > 1e-2, fault
 
 
-def known_steps() -> tuple[list[bool], list[float]]:
-    """Time a step of 1 second on rank 0 and 2 on rank 1; is it silent, how long?"""
-    heard, clock = [], [0.0]
+def known_steps() -> tuple[list[Any], list[float]]:
+    """Time a step of 1 second on rank 0 and 2 on rank 1; is it silent, how long?
+
+    Say also what comes before a step: nothing of this is timed.
+    """
+    heard, clock, barrier = list[Any](), [0.0], dist.barrier
 
     def step() -> None:
         heard.append(isinstance(dist.all_reduce, mock.Mock))
         clock[0] += 1.0 + dist.get_rank()
 
-    known = mock.Mock(sleep=lambda _: None, perf_counter=lambda: clock[0])
-    with mock.patch.object(WAYS, "time", known):
+    def wait(seconds: float | None = None) -> None:
+        heard.append(seconds)
+        clock[0] += 5.0
+        if seconds is None:
+            barrier()
+
+    known = mock.Mock(sleep=wait, perf_counter=lambda: clock[0])
+    with (
+        mock.patch.object(WAYS, "time", known),
+        mock.patch.object(dist, "barrier", wait),
+    ):
         took = [WAYS.seconds(step, is_silent) for is_silent in (True, False)]
     return heard, took
 
 
 def test_a_step_takes_as_long_as_on_its_slowest_rank(worker_pool: WorkerPool) -> None:
-    assert worker_pool.run(known_steps) == [([True, False], [2.0, 2.0])] * 2
+    before = [0.02, None]
+    heard = [*before, True, *before, False]
+    assert worker_pool.run(known_steps) == [(heard, [2.0, 2.0])] * 2
 
 
 def made_up_times(equal: float) -> dict[str, Any]:
-    """Make times of two batches: both ways take equally long at `equal` samples."""
-    compute, found = {"alone": 1.0, "data": 0.5, "tensor": 0.5}, {}
-    for samples in (4, 16):
-        # The bytes that are told belong to 10 samples.
+    """Make times of two batches, of which `equal` samples suit the slowest link.
+
+    On the others both ways take equally long with 10, to which the bytes that are told
+    belong. What a way computes is the median over the rates.
+    """
+    compute, found = {"alone": 1.0, "data": 0.5, "tensor": 0.6}, {}
+    for samples in (16, 4):
         told = {"alone": 0.0, "data": 1e7, "tensor": 1e6 * samples}
-        sent = told | {"tensor": 1e7 * samples / equal}
-        found[str(samples)] = {
-            str(rate): {
-                way: [t, t + COST.seconds_on_link(sent[way], rate), told[way]]
-                for way, t in compute.items()
+        found[str(samples)] = {}
+        for rate, share in ((1e9, 2.0), (1e7, 1.0), (1e8, 0.3)):
+            sent = told | {"tensor": 1e7 * samples / (equal if rate == 1e7 else 10)}
+            found[str(samples)][str(rate)] = {
+                way: [
+                    compute[way] * share,
+                    (1.0 if way == "alone" else 0.5)
+                    + COST.seconds_on_link(sent[way], rate),
+                    told[way],
+                ]
+                for way in compute
             }
-            for rate in (1e7, 1e8, 1e9)
-        }
     return found
 
 
@@ -666,10 +696,18 @@ def test_crossings_are_predicted(
 ) -> None:
     path = tmp_path / "times.json"
     code, said = find_crossings(path, 10.0, capsys)
-    rate = COST.break_even_rate(1e7, 0.5) / 1e6
-    alone = f"predicted {rate:.0f} Mbit/s | measured {rate:.0f}\n"
-    assert code == 0 and said.count(alone) == 2
-    assert said.count("predicted 10.0 samples | measured 10.0\n") == 3
+    due = [
+        f"data = tensor at {rate:5} Mbit/s | predicted 10.0 samples | measured 10.0"
+        for rate in (10, 100, 1000)
+    ]
+    for samples in (4, 16):
+        for way, saved, nbytes in (("data", 0.5, 1e7), ("tensor", 0.4, 1e6 * samples)):
+            rates = [COST.break_even_rate(nbytes, x) / 1e6 for x in (saved, 0.5)]
+            due.append(
+                f"{way:6} = one rank, {samples:2} samples | predicted {rates[0]:.0f} "
+                f"Mbit/s | measured {rates[1]:.0f}"
+            )
+    assert code == 0 and said.splitlines()[:-1] == due
     assert said.endswith(
         "check: at the slowest link the batch is off by +0% (limit 25%)\n"
     )
@@ -677,6 +715,43 @@ def test_crossings_are_predicted(
     assert str(code).startswith(
         "check failed, not so: at the slowest link the batch is"
     )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        '{"4": {"0": {"alone": [1, 1, 0], "data": [1, 1, 1], "tensor": [1, 1, 1]}}}',
+    ],
+)
+def test_a_file_without_times_is_refused_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: str,
+) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(content)
+    monkeypatch.setattr("sys.argv", ["crossing.py", f"--json={path}"])
+    with pytest.raises(SystemExit) as ended:
+        CROSSING.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    assert f"--json={path} is no file by step_time.py: " in said
+
+
+def test_samples_that_ranks_cannot_share_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["step_time.py", "--samples=3"])
+    monkeypatch.setattr(
+        os, "environ", {"RANK": "0", "LAB_HOST": "0", "WORLD_SIZE": "2"}
+    )
+    with pytest.raises(SystemExit) as ended:
+        load_chapter(PAYS)["step_time"].main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said == "step_time.py: 2 ranks cannot share 3 samples evenly\n"
 
 
 def test_step_time_wants_the_laboratory(
@@ -692,7 +767,7 @@ def test_step_time_wants_the_laboratory(
     assert "start it in the laboratory: python 03_ddp_torchrun/cluster/lab.py" in line
 
 
-def step_time_with_known_times(rate: str, error: float = 0.0) -> str:
+def step_time_with_known_times(rate: str, error: float = 0.0, *words: str) -> str:
     """Be a rank of step_time.py where each step takes a tenth of a second."""
     link = {"LAB_HOST": "0", "LAB_LINK_RATE": rate}
     script = load_chapter(PAYS)["step_time"]
@@ -701,17 +776,22 @@ def step_time_with_known_times(rate: str, error: float = 0.0) -> str:
         mock.patch.object(script, "seconds", lambda *_: 0.1),
         mock.patch.object(script.Ways, "largest_error", lambda _: error),
     ):
-        return run_lesson(PAYS, "step_time", "--samples=2", "--rounds=1")
+        return run_lesson(PAYS, "step_time", "--samples=2", "--rounds=1", *words)
 
 
 def test_gradients_of_a_timed_step_are_held_against_one_rank_s(
-    worker_pool: WorkerPool,
+    worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
     # The largest of a thousand terms of fp32 is known to about 1e-5.
-    (said, _) = worker_pool.run(step_time_with_known_times, "1gbit", 2e-5)
+    path = tmp_path / "times.json"
+    run, words = step_time_with_known_times, f"--json={path}"
+    (said, _) = worker_pool.run(run, "1gbit", 2e-5, words)
     assert said.endswith("check: both ways give one rank's gradient, 2e-05 off\n")
     with pytest.raises(RankError, match="SystemExit: 1"):
-        worker_pool.run(step_time_with_known_times, "1gbit", 1e-3)
+        worker_pool.run(run, "2gbit", 1e-3, words)
+    times = json.loads(path.read_text())["2"]  # the second is added to the first
+    assert list(times) == ["1000000000", "2000000000"]
+    assert times["1000000000"] == times["2000000000"]
 
 
 @pytest.mark.parametrize(
