@@ -26,7 +26,7 @@ class PeakMemory(TorchDispatchMode):
     """While it is active, follows the memory of all tensors that operators return.
 
     `peak` is the highest sum of their bytes. What an operator needs for itself is not
-    seen, nor what was there before, unless `follow` is told of it.
+    seen, nor what was there before, unless `follow` or a view tells of it.
     """
 
     def __init__(self) -> None:
