@@ -450,7 +450,12 @@ def sharded(
         if lost != "adam":
             real(model, optimizer, state, options=options)
 
-    load = torch.load
+    load, loss_of = torch.load, module.F.cross_entropy
+    losses: list[float] = []
+
+    def loss_noted(*arguments: Any) -> torch.Tensor:
+        losses.append((loss := loss_of(*arguments)).item())
+        return loss
 
     def load_noted(file: Any, **words: Any) -> Any:
         # Saved by a rank with a GPU, it would else go there, from all ranks.
@@ -462,6 +467,7 @@ def sharded(
             mock.patch.dict(os.environ, local_size),
             mock.patch.object(torch.distributed, "init_process_group"),
             mock.patch.object(torch, "load", load_noted),
+            mock.patch.object(module.F, "cross_entropy", loss_noted),
             mock.patch.multiple(module, GPTConfig=config, **places),
             fewer_samples(module, samples),
             mock.patch.object(module.states, "set_optimizer_state_dict", set_adam),
@@ -475,6 +481,12 @@ def sharded(
             module.main()
         except SystemExit as stop:
             return output.getvalue(), str(stop.code)
+    gather = load_chapter("06_fsdp")["ranks"].gather
+    told = gather(re.findall(r"mean loss (\S+)", output.getvalue()))[0]
+    if losses:  # those told are the means of all ranks
+        means = torch.tensor(gather(losses)).mean(dim=0).view(len(told), -1)
+        due = pytest.approx(means.mean(dim=1).tolist(), abs=1e-4)
+        assert [float(loss) for loss in told] == due
     return output.getvalue(), ""
 
 

@@ -184,7 +184,11 @@ def run_train(chapter: str, sgd: bool, *words: str, stop_at: int = 0) -> str:
         units.append(type(module).__name__)
         return fully_shard(module, **settings)
 
-    save = train.checkpoint.TrainingState.save
+    save, seed, seeds = train.checkpoint.TrainingState.save, torch.manual_seed, []
+
+    def seeded(number: int) -> torch.Generator:
+        seeds.append(number)
+        return seed(number)
 
     def save_and_stop(run: Any, *rest: Any) -> None:
         save(run, *rest)
@@ -199,6 +203,7 @@ def run_train(chapter: str, sgd: bool, *words: str, stop_at: int = 0) -> str:
             torch.optim, "AdamW", plain_sgd if sgd else torch.optim.AdamW
         ),
         mock.patch.object(train, "fully_shard", shard, create=True),
+        mock.patch.object(torch, "manual_seed", seeded),
         # Two hundred forward passes for a text that nobody reads here.
         mock.patch.object(train.GPT, "generate", lambda *_, **__: ""),
         contextlib.redirect_stdout(output),
@@ -206,6 +211,7 @@ def run_train(chapter: str, sgd: bool, *words: str, stop_at: int = 0) -> str:
     ):
         train.main(train.ranks.read_options(**train.OPTIONS))
     assert units == (["Block", "Block", "GPT"] if chapter == CHAPTER else [])
+    assert seeds == [0, dist.get_rank()]  # the same weights, and other dropout
     return output.getvalue()
 
 
@@ -1253,21 +1259,24 @@ def test_hybrid_sharding_gathers_among_neighbours_and_reduces_across(
 
 
 def ending_of_hybrid(fault: str) -> tuple[Any, str]:
-    """Run hybrid_sharding.py with replicas that send nothing, or a wrong gradient."""
+    """Run hybrid_sharding.py with replicas that send more, or a wrong gradient."""
     lesson = load_chapter(SETTINGS)["hybrid_sharding"]
     real = lesson.fully_shard
 
     def shard(module: Any, mesh: Any) -> Any:
-        if fault == "replicas apart":
-            return real(module, mesh=mesh["shard"])
-        if isinstance(module, lesson.GPT):
+        twins, root = mesh.get_group("replicate"), isinstance(module, lesson.GPT)
+        if root and fault == "replicas send more":
+            module.register_forward_hook(
+                lambda *_: dist.all_reduce(torch.ones(10**5), group=twins)
+            )
+        elif root:
             module.register_forward_hook(lambda *call: call[2] * 1.001)
         return real(module, mesh=mesh)
 
     return ending(SETTINGS, "hybrid_sharding", fully_shard=shard)
 
 
-@pytest.mark.parametrize("fault", ["replicas apart", "off by a thousandth"])
+@pytest.mark.parametrize("fault", ["replicas send more", "off by a thousandth"])
 def test_hybrid_sharding_notices(worker_pool: WorkerPool, fault: str) -> None:
     ends = worker_pool.run(ending_of_hybrid, fault, world_size=4)
     assert_failed(ends, "the gradient of one process")
