@@ -19,7 +19,8 @@ class Training(Stateful):
         """Take model and optimizer, sharded or not.
 
         `others`, such as `schedule=LambdaLR(...)`, have a `state_dict` that is the same
-        on all ranks, and `load_state_dict`.
+        on all ranks, and `load_state_dict`. Its keys are strings: DCP saves what
+        another key has under its text, and does not load it under the key.
         """
         self.model, self.optimizer, self.others = model, optimizer, others
 

@@ -166,6 +166,13 @@ def calls_of_each_kind() -> list[tuple[str, int, float]]:
         dist.all_gather_single(whole, shard)
         dist.reduce_scatter_single(shard, whole)
         dist.all_reduce(whole)
+    # Of a DTensor the shard is followed, and of a view what it shows.
+    mesh = init_device_mesh("cpu", (n,))
+    with script(TABLE, "counters").PeakMemory() as memory:
+        memory.follow(DTensor.from_local(shard, mesh))
+        assert memory.peak == shard.nbytes
+        whole.view(2, 24)
+    assert memory.peak == shard.nbytes + whole.nbytes
     return [(call.name, call.nbytes, call.sent) for call in log.calls]
 
 

@@ -789,7 +789,14 @@ def train_ending(fault: str, words: list[str]) -> Run:
         "sum": (train.data, "whole", lambda tensor: (1 + rank) * tensor.full_tensor()),
         "dropout": (torch, "manual_seed", lambda number: seed(number + rank)),
     }[fault]
-    with mock.patch.object(train.ranks, "leave"), mock.patch.object(*wrong):
+    error = train.data.gradient_error
+    if fault == "dropout":  # the bits alone must tell
+        error = mock.Mock(return_value=0.0)
+    with (
+        mock.patch.object(train.ranks, "leave"),
+        mock.patch.object(*wrong),
+        mock.patch.object(train.data, "gradient_error", error),
+    ):
         return run_train(*words)
 
 

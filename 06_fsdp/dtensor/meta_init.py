@@ -75,7 +75,7 @@ def main() -> None:
         say(f"  bytes on rank 0: {shards:,} kept, {peak:,} at the peak")
     most = shards + 1.6 * max(sizes)  # a whole parameter, and a copy of its shard
     check(
-        equal == len(sizes) and peak < most < sum(sizes),
+        equal == len(sizes) and shards < peak < most < sum(sizes),
         f"{equal} parameters, drawn in shards, are one process's bits",
     )
     leave()

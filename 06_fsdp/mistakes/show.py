@@ -1,7 +1,7 @@
 """Run scripts of this room, all at once; show what each rank printed and how it ended.
 
 Run: python 06_fsdp/mistakes/show.py optimizer_first tied_weights
-Expect: the last lines of each rank, wrapped, and its exit code.
+Expect: the lines of each rank, wrapped, and its exit code.
 """
 
 import functools
