@@ -732,8 +732,12 @@ def reductions_of_a_step(micro_batches: int) -> int:
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
     batches = [(0, *torch.randint(256, (2, 2, 16))) for _ in range(micro_batches)]
+    with torch.no_grad():
+        due = sum(2 * model(*tokens).item() for _, *tokens in batches)
+    add_gradients = modules["train"].add_gradients
     with log:
-        modules["train"].add_gradients(model, model, batches, 4 * micro_batches, False)
+        loss = add_gradients(model, model, batches, 4 * micro_batches, False)
+    assert loss.item() == pytest.approx(due)  # of two samples in each
     return sum(call.name == "reduce-scatter" for call in log.calls)
 
 
@@ -1137,21 +1141,24 @@ def test_each_state_dict_is_what_the_table_says(
 
 
 def ends_of_what_was_not_loaded() -> list[tuple[Any, str]]:
-    """Get a state dict, of model and of optimizer, and load nothing."""
+    """Load a state dict of model or of optimizer nowhere; then compare nothing."""
     ways = load_chapter(CHECKPOINTS)["state_dicts"].WAYS
-    return [
-        ending(
-            CHECKPOINTS, "state_dicts", WAYS={name: (ways[name][0], lambda *_: None)}
-        )
-        for name in ("model.state_dict()", "optimizer.state_dict()")
+    model, optimizer = "model.state_dict()", "optimizer.state_dict()"
+    faults: list[dict[str, Any]] = [
+        {"WAYS": {model: (ways[model][0], lambda *_: None)}},
+        {"WAYS": {optimizer: (ways[optimizer][0], lambda *_: None)}},
+        {"WAYS": {model: ways[model]}, "shards": lambda _: []},
     ]
+    return [ending(CHECKPOINTS, "state_dicts", **fault) for fault in faults]
 
 
-def test_a_state_dict_that_was_not_loaded_is_noticed(worker_pool: WorkerPool) -> None:
+def test_a_state_dict_not_loaded_or_not_compared_is_noticed(
+    worker_pool: WorkerPool,
+) -> None:
     by_rank = worker_pool.run(ends_of_what_was_not_loaded)
     for ends in zip(*by_rank, strict=True):
         assert_failed(list(ends), "1 state dicts loaded, and equal to the last bit")
-    assert len(by_rank) == 2 and len(by_rank[0]) == 2
+    assert len(by_rank) == 2 and len(by_rank[0]) == 3
 
 
 def test_save_in_the_background_holds_the_weights_of_its_call(
@@ -1213,7 +1220,7 @@ def test_save_of_later_weights_is_noticed(worker_pool: WorkerPool, fault: str) -
 @pytest.mark.parametrize(
     ("fault", "claim"),
     [
-        ("wrong dtype", "shards and gradients are float32"),
+        ("keeps what it gathers", "shards and gradients are float32"),
         ("no policy", "shards and gradients are float32"),
         ("float32 off by 1e-4", "shards and gradients are float32"),
         ("bf16 off by a fifth", "shards and gradients are float32"),
@@ -1235,7 +1242,7 @@ def ending_of_mixed(fault: str) -> tuple[Any, str]:
         policy, off = settings["mp_policy"], 0.0
         if fault == "no policy":
             settings.pop("mp_policy")
-        elif fault == "wrong dtype":
+        elif fault == "keeps what it gathers" and policy.param_dtype:
             module.bfloat16()
         elif fault == "gathers float32" and policy.reduce_dtype:
             settings["mp_policy"] = MixedPrecisionPolicy(None, torch.float32)

@@ -387,14 +387,17 @@ def hand_ending(fault: str) -> tuple[Any, str]:
 
 
 def hand_off_by_little(part: str) -> Any:
-    """Run a step of by_hand.py with a value off by 1e-8; return the exit code."""
+    """Run a step of by_hand.py, a value off by 1e-8 or a message more; how ends it?"""
     real = by_hand.train_by_adam
 
     def train_by_adam(one: Any, device: torch.device) -> Tensor:
         losses, norm = real(one, device), one.final_norm.weight
         if type(one) is gpt.ParallelGPT:
-            off = {"weight": norm, "gradient": norm.grad, "loss": losses}[part]
-            off.detach()[0] += 1e-8
+            off = {"weight": norm, "gradient": norm.grad, "loss": losses}.get(part)
+            if off is None:
+                one.register_forward_hook(lambda *_: dist.all_reduce(torch.ones(1)))
+            else:
+                off.detach()[0] += 1e-8
         return losses
 
     faults = [(by_hand, "train_by_adam", train_by_adam), (by_hand, "STEPS", 1)]
@@ -402,14 +405,15 @@ def hand_off_by_little(part: str) -> Any:
 
 
 def ends_off_by_little() -> list[Any]:
-    """Get the loss, a weight and a gradient wrong, one at a time."""
-    return [hand_off_by_little(part) for part in ("loss", "weight", "gradient")]
+    """Get the loss, a weight, a gradient and the bytes wrong, one at a time."""
+    parts = ("loss", "weight", "gradient", "bytes")
+    return [hand_off_by_little(part) for part in parts]
 
 
 def test_losses_weights_and_gradients_are_compared_to_eight_digits(
     worker_pool: WorkerPool,
 ) -> None:
-    assert worker_pool.run(ends_off_by_little) == [[1, 1, 1]] * 2
+    assert worker_pool.run(ends_off_by_little) == [[1, 1, 1, 1]] * 2
 
 
 @pytest.mark.parametrize(
@@ -629,6 +633,34 @@ def test_embedding_split_by_rows_has_a_whole_gradient(worker_pool: WorkerPool) -
 
 
 # --- train.py as a whole. ----------
+
+
+def off_in_micro_batches() -> tuple[float, float]:
+    """Add up the gradient of three micro-batches; return what is off, and the loss's.
+
+    One process takes the mean of all samples at once.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    alone, ours = gpt_of(), train.split_over_ranks(gpt_of(), mesh, train.PLAN)
+    micro_batches = [(0, *tokens) for tokens in batches_of(3)]
+    loss = train.add_gradients(ours, ours, micro_batches, 3 * B, amp=False)
+    inputs, labels = (
+        torch.cat(list(part)) for part in zip(*batches_of(3), strict=True)
+    )
+    (mean := alone(inputs, labels)).backward()
+    grads = [
+        (p.grad.full_tensor() - q.grad).abs().max().item()
+        for p, q in zip(ours.parameters(), alone.parameters(), strict=True)
+    ]
+    assert len(grads) == 24
+    return max(grads), (loss - 3 * B * mean).abs().item()
+
+
+def test_micro_batches_add_up_to_a_step(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(off_in_micro_batches)
+    assert len(found) == 2
+    for gradient, loss in found:
+        assert gradient < 1e-12 and loss < 1e-4  # it is added up in float32
 
 
 class Run(NamedTuple):
