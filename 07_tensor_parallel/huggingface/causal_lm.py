@@ -39,7 +39,7 @@ def compute_gradients(model: Any, tokens: Tensor) -> float:
     return mean.item()
 
 
-def take_steps(model: Any, batches: list[Tensor]) -> list[float]:
+def train_on(model: Any, batches: list[Tensor]) -> list[float]:
     """Take a step on each batch; return the losses."""
     losses, optimizer = [], torch.optim.AdamW(model.parameters(), lr=1e-3)
     for tokens in batches:
@@ -56,7 +56,7 @@ def load_alone(name: str, device: torch.device) -> Any:
     return model.to(device).train()
 
 
-def gradient_error(model: Any, alone: Any, mine: Tensor, tokens: Tensor) -> float:
+def largest_difference(model: Any, alone: Any, mine: Tensor, tokens: Tensor) -> float:
     """Return the largest relative error of any parameter's gradient."""
     errors = []
     compute_gradients(model, mine)
@@ -89,16 +89,16 @@ def main(options: argparse.Namespace) -> None:
         # Ranks that share a layer take the same samples.
         mine = [b.chunk(shape[0])[mesh["data"].get_local_rank()] for b in batches]
         model = load_split(name or own, mesh)
-        losses = take_steps(model, mine)
+        losses = train_on(model, mine)
         for step, loss in enumerate(losses, start=1):
             say(f"step {step} | loss {loss:.3f}")
         saved = options.save or gather(f"{own}/saved")[0]
         save_gathered(model, saved)
         if not name:  # each rank has memory for all of it
-            due = take_steps(load_alone(own, device), batches)
+            due = train_on(load_alone(own, device), batches)
             apart = torch.dist(torch.tensor(losses), torch.tensor(due))
             again = load_alone(saved, device)
-            error = gradient_error(model, again, mine[0], batches[0])
+            error = largest_difference(model, again, mine[0], batches[0])
             claim = "losses of one process; gradients of the saved model on one process"
             check(apart < 1e-5 and error < 1e-5, claim)
     leave()
