@@ -504,7 +504,7 @@ QWEN_MOE = {"model_type": "qwen2_moe", "num_hidden_layers": 1, "num_experts": 2}
 @pytest.mark.parametrize(
     ("config", "n", "said"),
     [
-        ({"model_type": "gpt2"}, 1, "GPT2Config: 1 ranks cannot share its key/value"),
+        ({"model_type": "gpt2"}, 1, "GPT2Config: no num_key_value_heads"),
         ({"model_type": "gemma"}, 1, "GemmaForCausalLM has buffers in"),
         (QWEN_MOE, 1, "Qwen2MoeForCausalLM: no style in PLAN for model.layers.0.mlp."),
         ({"model_type": "llama", "num_key_value_heads": 8}, 3, "LlamaConfig: 3 ranks"),

@@ -85,6 +85,7 @@ def main(options: argparse.Namespace) -> None:
         device = join(at_least=2)
         shape = dist.get_world_size() // n, n
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
+        mesh._flatten("both")  # or clipping takes two all-reduces, and warns
         batches = [tokens.to(device) for tokens in read_batches(4, 4 * shape[0], 64)]
         # Ranks that share a layer take the same samples.
         mine = [b.chunk(shape[0])[mesh["data"].get_local_rank()] for b in batches]

@@ -73,7 +73,8 @@ def build_on_meta(name: str, tensor_ranks: int) -> Any:
     config = AutoConfig.from_pretrained(name)
     heads = getattr(config, "num_key_value_heads", None)
     if heads is None or heads % tensor_ranks:
-        said = f"{tensor_ranks} ranks cannot share {heads or 'its'} key/value heads"
+        said = f"{tensor_ranks} ranks cannot share {heads} key/value heads"
+        said = said if heads else "no num_key_value_heads, so it is not like Llama"
         raise ValueError(f"{type(config).__name__}: {said}")
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
