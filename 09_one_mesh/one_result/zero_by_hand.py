@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 
 def shard_length(p: Tensor) -> int:
-    """Return how many values a rank's shard has; the last shard may have fewer."""
+    """Return how many values a shard has; the last may have fewer, or none."""
     return -(-p.numel() // dist.get_world_size())
 
 
