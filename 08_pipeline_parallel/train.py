@@ -40,7 +40,7 @@ OPTIONS = {
     "max_epochs": {**COUNT, "default": 4, "help": "passes over the samples"},
     "max_steps": {**COUNT, "default": 10**9, "help": "stop after so many steps"},
     "lr": {"type": number(1e-9, 10.0), "default": 3e-3, "help": "its highest value"},
-    "seed": {"type": int, "default": 0, "help": "of weights, order and dropout"},
+    "seed": {"type": number(0, 2**32), "default": 0, "help": "weights, order, dropout"},
     "workers": {"type": number(0, 256), "default": 0, "help": "loading data, per rank"},
     "text": {"type": Path, "help": "a file or folder of your own"},
     "checkpoint": {"type": Path, "help": "file to resume from and to save to"},

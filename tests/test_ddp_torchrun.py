@@ -861,6 +861,7 @@ def complaint(*words: str, **environment: str) -> str:
         ("--max-steps=-3", "'-3' is no number from 1 to"),
         ("--max_epochs=1.5", "'1.5' is no number from 1 to"),
         ("--workers=-1", "--workers: '-1' is no number from 0 to"),
+        ("--seed=99999999999999999999", "99999' is no number from 0 to"),
         ("--lr=nan", "--lr: 'nan' is no number from 1e-09 to"),
         ("--heads=two", "--heads: invalid int value: 'two'"),
         ("--colour=red", "unrecognized arguments: --colour=red"),
