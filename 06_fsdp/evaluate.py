@@ -46,11 +46,13 @@ def gathered_once(model: Any) -> Iterator[None]:
     """Keep weights whole after their first use, for many forward passes in a row."""
     for block in model.blocks:
         block.set_reshard_after_forward(False)
-    yield
-    for block in model.blocks:
-        block.set_reshard_after_forward(True)
-        block.reshard()
-    model.reshard()  # the root: without a backward pass it would stay whole
+    try:
+        yield
+    finally:
+        for block in model.blocks:
+            block.set_reshard_after_forward(True)
+            block.reshard()
+        model.reshard()  # the root: without a backward pass it would stay whole
 
 
 def main() -> None:
