@@ -872,8 +872,9 @@ def gathers_of_a_text(path: Path) -> tuple[list[int], list[int], set[str], float
     counts = []
     for way in (contextlib.nullcontext(), lesson.gathered_once(model)):
         model.reshard()
-        with log() as gathers, way:
+        with log() as gathers, contextlib.suppress(EOFError), way:
             model.generate(b"ab", 5, 1.0, 0)
+            raise EOFError  # the blocks are freed after an error as well
         counts.append(len(gathers.calls))
     kinds = {type(weight).__name__ for weight in model.parameters()}
     kept = sum(weight.to_local().numel() for weight in model.parameters())
