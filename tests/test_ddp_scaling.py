@@ -456,15 +456,13 @@ def test_smallest_messages_are_as_far_off_as_the_page_says() -> None:
     assert f"In rows not shown, the smallest messages are up to {far}." in page
 
 
-def test_a_burst_hides_5_ms_of_a_slow_link() -> None:
+def test_a_burst_hides_the_latency_of_a_slow_link() -> None:
     # `man 8 tc-tbf`: so many bytes may pass at once; tc's kb are 1024 bytes.
     network = load_chapter("03_ddp_torchrun/cluster")["network"]
     words = network.limit_words("eth0", "100mbit")
     assert words[words.index("burst") + 1] == "64kb"
-    saved = 64 * 1024 * 8 / network.bits_per_second("100mbit")
-    assert round(1000 * saved) == 5
     page = " ".join((ROOT / PLACE / "README.md").read_text("utf-8").split())
-    assert "lets 64 kB pass at once. At 100 Mbit/s that saves 5 ms" in page
+    assert "lets 64 kB pass at once" in page
 
 
 def test_speed_compares_four_ways(worker_pool: WorkerPool) -> None:

@@ -831,4 +831,4 @@ def test_steps_take_their_bytes_over_the_rate(laboratory: None, tmp_path: Path) 
 
 def test_no_room_is_forgotten() -> None:
     rooms = {path.parent.name for path in (ROOT / CHAPTER).glob("*/*.py")}
-    assert rooms == {"mistakes", "exercises", "when_it_pays"}
+    assert rooms == {"mistakes", "exercises", "when_it_pays", "huggingface"}
