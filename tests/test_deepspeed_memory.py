@@ -284,7 +284,7 @@ def test_lowest_stage_of_the_chapter_s_example_depends_on_the_tokens() -> None:
     assert third["gathered"] / 1e9 == pytest.approx(2, rel=1e-3)
     assert third["need"] > second["need"]
     page = (ROOT / "05_deepspeed_zero/memory/README.md").read_text()
-    needs_of = re.findall(r"^    [23] [\d,]+ .* (\d+\.\d\d)   yes", page, re.M)
+    needs_of = re.findall(r"^    [23] +[\d,]+ .* (\d+\.\d\d)   yes", page, re.M)
     assert [f"{found['need'] / 1e9:.2f}" for found in (second, third)] == needs_of
     assert "small model may take [more than in stage 2](memory" in words
 
