@@ -436,7 +436,7 @@ def test_rank_that_ends_ends_the_run(
         pytest.param(signal.SIGKILL, "here", "python", marks=pytest.mark.slow),
         (signal.SIGKILL, "children", "python"),
         (signal.SIGKILL, "children", "torchrun"),
-        (signal.SIGKILL, "here", "torchrun"),
+        pytest.param(signal.SIGKILL, "here", "torchrun", marks=pytest.mark.slow),
     ],
 )
 def test_no_rank_outlives_its_launcher(

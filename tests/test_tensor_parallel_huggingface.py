@@ -326,7 +326,11 @@ def test_losses_and_gradients_are_one_process_s(
 
 @pytest.mark.parametrize(
     "fault",
-    ["buffers of zeros", "another rank's rows", "other weights saved"],
+    [
+        "another rank's rows",
+        pytest.param("buffers of zeros", marks=pytest.mark.slow),
+        pytest.param("other weights saved", marks=pytest.mark.slow),
+    ],
 )
 def test_check_notices(worker_pool: WorkerPool, fault: str) -> None:
     ends = worker_pool.run(run_causal_lm, fault)
