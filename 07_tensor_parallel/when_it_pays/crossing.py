@@ -15,6 +15,7 @@ from ranks import fail, read_options
 from step_cost import break_even_rate, crossing
 
 MEASURED = Path(__file__).resolve().parents[2] / "assets" / "07_when_it_pays.json"
+NO_FILE_OF_TIMES = (ArithmeticError, AttributeError, LookupError, StopIteration)
 LIMIT = 0.25
 Times = dict[str, dict[str, list[float]]]  # by rate and way: alone, in all, bytes
 
@@ -70,10 +71,7 @@ def main() -> None:
     options = read_options(json={"type": Path, "default": MEASURED, "help": "to read"})
     try:
         error = show_crossings(json.loads(options.json.read_text()))
-    except (
-        *(ArithmeticError, AttributeError, LookupError, OSError, StopIteration),
-        *(TypeError, ValueError),
-    ) as reason:
+    except (*NO_FILE_OF_TIMES, OSError, TypeError, ValueError) as reason:
         fail(f"--json={options.json} is no file by step_time.py: {reason!r}")
     claim = f"at the slowest link the batch is off by {error:+.0%} (limit {LIMIT:.0%})"
     if abs(error) > LIMIT:
