@@ -13,7 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -86,6 +88,75 @@ def run_causal_lm(fault: str, *words: str) -> tuple[Any, str]:
     return 0, output.getvalue()
 
 
+def run_in_bf16() -> tuple[Any, str, dict[str, set[torch.dtype]]]:
+    """Run the script in bf16; return its end, and which dtypes are where."""
+    _, lesson = modules()
+    load, used = lesson.load_split, lesson.compute_gradients
+    log = load_chapter("06_fsdp")["counters"].CollectiveLog()
+    seen: dict[str, set[torch.dtype]] = {"kept": set(), "computed": set()}
+
+    def loaded(*arguments: Any) -> Any:
+        model = load(*arguments)
+        key = model.model.layers[0].self_attn.k_proj
+        key.register_forward_hook(
+            lambda module, given, out: seen["computed"].update(
+                {module.weight.dtype, given[0].dtype, out.dtype}
+            )
+        )
+        return model
+
+    def noted(model: Any, tokens: Tensor) -> float:
+        with log:
+            loss = used(model, tokens)
+        if isinstance(model.lm_head.weight, DTensor):
+            for p in model.parameters():
+                seen["kept"] |= {p.dtype, p.grad.dtype}
+        return loss
+
+    with (
+        mock.patch.object(lesson, "load_split", loaded),
+        mock.patch.object(lesson, "compute_gradients", noted),
+    ):
+        code, output = run_causal_lm("", "--bf16")
+    for call in log.calls:
+        seen.setdefault(call.name, set()).add(call.dtype)
+    return code, output, seen
+
+
+def losses_across_a_save(folder: Path) -> tuple[list[float], list[float]]:
+    """Train, save as 09's minimal.py, go on; go on again from there on another mesh."""
+    write(folder, tied=True)
+    ours, lesson = modules()
+    batches, saved, ends = lesson.read_batches(4, 4, 64), str(folder / "shards"), []
+    for shape in ((1, 2), (2, 1)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+        model = ours.load_split(str(folder), mesh, None)
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+        def train(some: list[Tensor], model: Any, adam: Any, data: Any) -> list[float]:
+            losses = []
+            for tokens in some:
+                mine = tokens.chunk(data.size())[data.get_local_rank()]
+                losses.append(lesson.compute_gradients(model, mine))
+                adam.step()
+                adam.zero_grad()
+            return losses
+
+        rest = (model, adam, mesh["data"])
+        if shape == (1, 2):
+            train(batches[:2], *rest)
+            both = states.get_state_dict(model, adam)
+            dcp.save(dict(zip("ma", both, strict=True)), checkpoint_id=saved)
+        else:
+            both = states.get_state_dict(model, adam)
+            run: dict[str, Any] = dict(zip("ma", both, strict=True))
+            dcp.load(run, checkpoint_id=saved)
+            states.set_model_state_dict(model, run["m"])
+            states.set_optimizer_state_dict(model, adam, run["a"])
+        ends.append(train(batches[2:], *rest))
+    return ends[0], ends[1]
+
+
 def build(kind: str, changes: dict[str, Any]) -> Any:
     """Build a small model; its biases and norms are drawn, not zeros and ones."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -156,7 +227,7 @@ def wrong_gradients(
     # A plain parameter is refused; here its gradient is looked at.
     kinds = Tensor if "plain" in change else DTensor
     with mock.patch.multiple(ours, PLAN=plan, HEAD_NORMS=heads, DTensor=kinds):
-        ours.split_over_ranks(model, mesh)
+        ours.split_over_ranks(model, mesh, None)
     losses, call = [], inputs_of(case)
     for one in (alone, model):
         if case == "recomputed":
@@ -182,7 +253,7 @@ def sent_in_a_step() -> list[tuple[str, int]]:
     ours, lesson = modules()
     model = build("llama", {})
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-    ours.split_over_ranks(model, mesh)
+    ours.split_over_ranks(model, mesh, None)
     tokens = inputs_of("")["input_ids"]
     with load_chapter("07_tensor_parallel")["sent_and_kept"].Collectives() as calls:
         lesson.compute_gradients(model, tokens)
@@ -218,7 +289,7 @@ def loaded_and_saved(folder: Path, tied: bool, dtype: torch.dtype) -> dict[str, 
     n = dist.get_world_size()
     mesh = init_device_mesh("cpu", (n // 2, 2), mesh_dim_names=("data", "tensor"))
     with mock.patch.object(reader, "_process_read_request", noted):
-        model = ours.load_split(str(folder), mesh)
+        model = ours.load_split(str(folder), mesh, None)
     ours.save_gathered(model, str(folder / "saved"))
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     again: Any = AutoModelForCausalLM.from_pretrained(folder / "saved")
@@ -245,7 +316,7 @@ def with_distribute_module() -> None:
     ours, _ = modules()
     model = build("llama", {})
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-    ours.split_over_ranks(model, mesh)
+    ours.split_over_ranks(model, mesh, None)
     distribute_module(model, mesh["tensor"])
     model(**inputs_of(""))
 
@@ -301,7 +372,8 @@ def refused(config: dict[str, Any], tensor_ranks: int, folder: Path) -> str:
     AutoConfig.for_model(**config).save_pretrained(folder)
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
     try:
-        ours.split_over_ranks(ours.build_on_meta(str(folder), tensor_ranks), mesh)
+        model = ours.build_on_meta(str(folder), tensor_ranks)
+        ours.split_over_ranks(model, mesh, None)
     except ValueError as error:
         return str(error)
     return ""
@@ -322,6 +394,21 @@ def test_losses_and_gradients_are_one_process_s(
     assert output.splitlines()[-1] == f"check: {CLAIM}"
     losses = [float(n) for n in re.findall(r"step \d \| loss (\S+)", output)]
     assert len(losses) == 4 and 5.3 < losses[0] < 5.7 and losses[3] < losses[0] - 0.3
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_bf16_computes_in_bf16_and_keeps_float32(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    ends = worker_pool.run(run_in_bf16, world_size=world_size)
+    assert [code for code, _, _ in ends] == [0] * world_size, ends
+    assert ends[0][1].splitlines()[-1] == f"check: {CLAIM}"
+    assert len(ends) == world_size
+    for *_, seen in ends:
+        assert seen["kept"] == {torch.float32}
+        assert seen["computed"] == {torch.bfloat16}
+        if world_size == 4:  # on one data rank nothing is sent
+            assert seen["reduce-scatter"] == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -362,6 +449,16 @@ def test_wrong_words_are_refused_in_one_line(
     # What transformers imports on first use may say a line of its own before.
     line = output.strip().splitlines()[-1]
     assert re.fullmatch(rf"causal_lm\.py: {said}", line)
+
+
+def test_minimal_s_calls_resume_it_on_another_mesh(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    ends = worker_pool.run(losses_across_a_save, tmp_path)
+    assert len(ends) == 2
+    for went_on, again in ends:
+        assert len(again) == 2 and again == pytest.approx(went_on, abs=2e-5)
+        assert again[1] < again[0] - 0.01
 
 
 # --- The plan. ----------

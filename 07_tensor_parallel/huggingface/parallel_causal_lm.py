@@ -13,7 +13,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -85,8 +85,10 @@ def build_on_meta(name: str, tensor_ranks: int) -> Any:
     return model
 
 
-def split_over_ranks(model: Any, mesh: DeviceMesh) -> None:
+def split_over_ranks(model: Any, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
     """Make all parameters DTensors: split by PLAN, then sharded over data's ranks.
+
+    Forward and backward cast them to `dtype`.
 
     Raises ValueError if one would stay a plain tensor.
     """
@@ -98,15 +100,16 @@ def split_over_ranks(model: Any, mesh: DeviceMesh) -> None:
     # Each rank would compute a term of its gradient, and nobody add them up.
     if plain := [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]:
         raise ValueError(f"{type(model).__name__}: no style in PLAN for {plain[0]}")
-    if mesh["data"].size() > 1:
+    policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
+    if mesh["data"].size() > 1 or dtype:  # FSDP casts on one rank, too
         for module in (*model.model.layers, model):
-            fully_shard(module, mesh=mesh["data"])
+            fully_shard(module, mesh=mesh["data"], mp_policy=policy)
 
 
-def load_split(name: str, mesh: DeviceMesh) -> Any:
+def load_split(name: str, mesh: DeviceMesh, dtype: torch.dtype | None) -> Any:
     """Build a split model; each rank reads from the files its slices alone."""
     model = build_on_meta(name, mesh["tensor"].size())
-    split_over_ranks(model, mesh)
+    split_over_ranks(model, mesh, dtype)
     model.to_empty(device=mesh.device_type)
     # Its buffers are in no file, and undefined now: compute them again.
     rotary = type(model.model.rotary_emb)(model.config)
