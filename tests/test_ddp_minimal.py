@@ -15,10 +15,14 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.parallel import parallelize_module
 
 from launch import ROOT, deepspeed, torchrun
 from scripts import load_apart, load_chapter
@@ -709,15 +713,45 @@ def untied(config: Any) -> Any:
     return model
 
 
+def on_meta(config: Any) -> Any:
+    """Build a GPT that has shapes and no memory, and is not moved."""
+    with torch.device("meta"):
+        model = load_chapter(MESH)["model"].GPT(config)
+    model.to = lambda device: model
+    return model
+
+
+def plan_and_wrap(model: Any, *mesh_and_plan: Any) -> None:
+    """Split the model, then let backward compute half of each block again."""
+    parallelize_module(model, *mesh_and_plan)
+    keep = load_chapter("06_fsdp/settings")["selective"].keep_half_of_products
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block, context_fn=keep)
+
+
+def shard_and_fill(module: Any, **more: Any) -> None:
+    """Shard it; give the shards of the root, the last one, memory."""
+    fully_shard(module, **more)
+    if hasattr(module, "token_embedding"):
+        module.to_empty(device="cpu")
+
+
 MESH, SAMPLES = "09_one_mesh", 256
 BF16 = "the policy of a GPU"
+LARGE = "a model too large for one rank"
 # What is replaced in the script, and by what.
-MESH_FAULTS: dict[str, tuple[str, Any]] = {
-    "a sampler of all ranks": ("DistributedSampler", all_samples),
-    "gradients not clipped": ("torch.nn.utils.clip_grad_norm_", mock.Mock()),
-    "Adam's state lost": ("states.set_optimizer_state_dict", mock.Mock()),
-    "the order of samples": ("DistributedSampler.set_epoch", lambda self, epoch: None),
-    BF16: ("MixedPrecisionPolicy", lambda param_dtype, **more: POLICY),
+MESH_FAULTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "a sampler of all ranks": {"DistributedSampler": all_samples},
+    "gradients not clipped": {"torch.nn.utils.clip_grad_norm_": mock.Mock()},
+    "Adam's state lost": {"states.set_optimizer_state_dict": mock.Mock()},
+    "the order of samples": {"DistributedSampler.set_epoch": lambda self, epoch: None},
+    BF16: {"MixedPrecisionPolicy": lambda param_dtype, **more: POLICY},
+    LARGE: {
+        "GPT": on_meta,
+        "tp.parallelize_module": plan_and_wrap,
+        "fully_shard": shard_and_fill,
+    },
 }
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -727,8 +761,8 @@ def on_two_axes(folder: str, fault: str = "", **sizes: Any) -> TwoAxes:
     module: Any = load_chapter(MESH)["minimal"]
     config = partial(module.GPTConfig, **{**SMALL, **sizes})
     output, error, seeds = io.StringIO(), "", mock.Mock(side_effect=torch.manual_seed)
-    shard = mock.Mock(side_effect=module.fully_shard)
-    replaced = dict([MESH_FAULTS[fault]]) if fault else {}
+    replaced = MESH_FAULTS[fault]
+    shard = mock.Mock(side_effect=replaced.get("fully_shard", fully_shard))
     with contextlib.ExitStack() as stack:
         local_size = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
         stack.enter_context(mock.patch.dict(os.environ, local_size))
@@ -822,6 +856,7 @@ def test_two_axes_train_as_fsdp_does_and_take_up_each_other_s_shards(
     [
         "",
         BF16,
+        LARGE,
         "a sampler of all ranks",
         "gradients not clipped",
         pytest.param("Adam's state lost", marks=pytest.mark.slow),
@@ -842,8 +877,12 @@ def test_two_axes_go_on_from_fsdp(
         assert 1e-5 < apart < 0.05
         value, right = (float(line.split()[-1]) for line in (loss, losses[1]))
         assert value == pytest.approx(right, rel=0.01)
+    elif fault in ("", LARGE):
+        kind = "FSDPCheckpointWrapper" if fault else "FSDPBlock"
+        assert [name for name, _ in first.units] == [kind, "FSDPGPT"]
+        assert apart < 1e-5 and loss == losses[1]
     else:
-        assert (apart > 1e-4) if fault else (apart < 1e-5 and loss == losses[1])
+        assert apart > 1e-4
 
 
 def test_two_axes_without_the_tie_have_another_matrix(

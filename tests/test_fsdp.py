@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._functional_collectives import reduce_scatter_tensor_autograd
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,6 +33,8 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from launch import ROOT, clean_environment, torchrun
 from lessons import in_the_pool, run_lesson
@@ -1476,11 +1480,11 @@ def test_settings_cost_what_the_table_says(worker_pool: WorkerPool) -> None:
     outputs = worker_pool.run(run_lesson, SETTINGS, "memory_and_messages", world_size=4)
     lines = outputs[0].splitlines()
     rows = {}
-    for line in lines[1:9]:
+    for line in lines[1:10]:
         name, calls, *numbers = re.split(r" +\| +", line)
         counts = [int(count) for count in calls.split(" + ")]
         rows[name] = (counts, *(float(number) for number in numbers))
-    assert len(rows) == 8 and lines[-1].startswith("check: 8 settings, one gradient")
+    assert len(rows) == 9 and lines[-1].startswith("check: 9 settings, one gradient")
     counts = {name: row[0] for name, row in rows.items()}
     assert counts == {
         "blocks and root": [13, 7, 0],
@@ -1490,6 +1494,7 @@ def test_settings_cost_what_the_table_says(worker_pool: WorkerPool) -> None:
         "reshard: to 2 ranks": [14, 7, 0],
         "prefetch 2 blocks": [13, 7, 0],
         "activation checkpointing": [13, 7, 0],
+        "selective checkpointing": [13, 7, 0],
         "replicas: 2 x 2": [13, 7, 7],
     }
     default, never = rows["blocks and root"], rows["reshard: never"]
@@ -1504,6 +1509,78 @@ def test_settings_cost_what_the_table_says(worker_pool: WorkerPool) -> None:
     assert recompute[peak] < default[peak]
     # Not a third more: what no gradient needs is not computed again.
     assert recompute[work] / default[work] == pytest.approx(1.22, abs=0.02)
+    selective = rows["selective checkpointing"]
+    assert recompute[peak] < selective[peak] < default[peak]
+    assert selective[work] / default[work] == pytest.approx(1.06, abs=0.02)
+
+
+class Operators(TorchDispatchMode):
+    """Counts what is computed, and not taken from what was kept."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Count a call by its operator's name, without what says for which device."""
+        self.seen[func.name().removeprefix("aten::").removesuffix("_for_cpu")] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("recompute", "again"), [({}, (5, 1)), ("keep_half_of_products", (2, 0))]
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_selective_checkpointing_computes_two_products_again(
+    recompute: Any, again: tuple[int, int], bias: bool
+) -> None:
+    room = load_chapter(SETTINGS)
+    if recompute:
+        recompute = {"context_fn": getattr(room["selective"], recompute)}
+    config = room["model"].GPTConfig(8, width=16, layers=1, heads=2)
+    block, passes = room["model"].GPT(config).blocks[0], (Operators(), Operators())
+    if bias:
+        for linear in (m for m in block.modules() if isinstance(m, torch.nn.Linear)):
+            linear.bias = torch.nn.Parameter(torch.zeros(linear.out_features))
+    wrapped = room["memory_and_messages"].checkpoint_wrapper(block, **recompute)
+    with passes[0]:
+        result = wrapped(torch.ones(2, 8, 16, requires_grad=True))
+    with passes[1]:
+        result.sum().backward()
+    forward, backward = (one.seen for one in passes)
+    product, attention = (
+        "addmm" if bias else "mm",
+        "_scaled_dot_product_flash_attention",
+    )
+    assert (forward[product], forward[attention]) == (6, 1)
+    # Beside the two that each product's gradients take.
+    products = backward["mm"] + backward["addmm"] - 12
+    assert (products, backward[attention]) == again
+
+
+def reduced_again(selective: bool) -> int:
+    """Return how many reduce-scatters of a checkpointed function backward sends."""
+    keep = load_chapter(SETTINGS)["selective"].keep_half_of_products
+    backward = Operators()
+    group: Any = dist.group.WORLD
+
+    def reduce(x: Any) -> Any:
+        return reduce_scatter_tensor_autograd(x, "sum", 0, group).sin()
+
+    context = {"context_fn": keep} if selective else {}
+    given = torch.ones(4, requires_grad=True)
+    result = checkpoint(reduce, given, use_reentrant=False, **context)
+    with backward:
+        result.sum().backward()
+    return backward.seen["_c10d_functional::reduce_scatter_tensor"]
+
+
+def test_selective_checkpointing_sends_nothing_again(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(reduced_again, True) == [0, 0]
+    assert worker_pool.run(reduced_again, False) == [1, 1]
 
 
 def test_mixed_precision_gathers_half_and_autocast_all(

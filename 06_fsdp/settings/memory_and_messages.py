@@ -1,7 +1,7 @@
 """What each setting of FSDP costs: memory, messages, and work that is done twice.
 
 Run: torchrun --nproc-per-node=4 06_fsdp/settings/memory_and_messages.py
-Expect: a table of one forward and backward pass under eight settings. All of them
+Expect: a table of one forward and backward pass under nine settings. All of them
     compute the gradient of one process.
 """
 
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from counters import CollectiveLog, PeakMemory
 from model import GPT, GPTConfig
 from ranks import check, join, leave, say
+from selective import keep_half_of_products
 
 CONFIG = GPTConfig(block_size=64, layers=6)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -29,7 +30,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reshard: root too": {"reshard_after_forward": True},
     "reshard: to 2 ranks": {"reshard_after_forward": 2},
     "prefetch 2 blocks": {"prefetch": 2},
-    "activation checkpointing": {"recompute": True},
+    "activation checkpointing": {"recompute": {}},
+    "selective checkpointing": {"recompute": {"context_fn": keep_half_of_products}},
     "replicas: 2 x 2": {"replicas": 2},
 }
 
@@ -39,17 +41,17 @@ def shard_gpt(
     mesh: DeviceMesh,
     blocks: int = CONFIG.layers,
     prefetch: int = 0,
-    recompute: bool = False,
+    recompute: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
     """Shard a GPT over a mesh: its first `blocks` one by one, then what is left.
 
-    The weights of `prefetch` blocks are gathered ahead. With `recompute`, a block's
-    activations are computed a second time in backward and not kept.
+    The weights of `prefetch` blocks are gathered ahead. Unless `recompute` is None,
+    backward computes a block's activations again; it is given to checkpoint_wrapper.
     """
-    if recompute:
+    if recompute is not None:
         for i, block in enumerate(model.blocks):
-            model.blocks[i] = checkpoint_wrapper(block)
+            model.blocks[i] = checkpoint_wrapper(block, **recompute)
     units = list(model.blocks[:blocks])
     for module in (*units, model):
         fully_shard(module, mesh=mesh, **settings)
