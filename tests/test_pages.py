@@ -624,6 +624,29 @@ def left_early() -> str:
     return python("-c", LEFT_EARLY, "no barrier", 10).output
 
 
+TERMINAL_CLOSED = """
+import os, signal, subprocess, sys
+command = ["nohup", sys.executable, "-m", "torch.distributed.run", *sys.argv[1:]]
+script = "echo ready; sleep 3; echo done"
+process = subprocess.Popen(
+    [*command, "--no-python", "sh", "-c", script],
+    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    text=True, start_new_session=True,
+)
+for line in process.stdout:
+    print(line, end="")
+    if line == "ready\\n":
+        os.killpg(process.pid, signal.SIGHUP)
+print("status", process.wait())
+"""
+
+
+@cache
+def terminal_closed(*options: str) -> str:
+    """Close the terminal in which `nohup torchrun` was started."""
+    return python("-c", TERMINAL_CLOSED, *options).output
+
+
 def peer_gone() -> str:
     """Call a process that ends instead of answering."""
     with scratch_file() as path:
@@ -646,7 +669,15 @@ IN_A_WORKER = [
     *(own_divisor, two_dtypes, no_strategy, few_samples, fixed_heads, more_ranks),
 ]
 IN_A_PROCESS = [
-    *(dead_address, left_early, peer_gone, store_gone, thread_left, unknown_name)
+    *(
+        unknown_name,
+        dead_address,
+        left_early,
+        peer_gone,
+        store_gone,
+        terminal_closed,
+        thread_left,
+    )
 ]
 # These import DeepSpeed, which takes long.
 SLOWLY = {f.__name__: f for f in (under_deepspeed, killed_under_deepspeed)}
@@ -685,6 +716,13 @@ def test_quotation_is_what_its_source_says(
         else:
             provoked = provoke()
     assert fault(quotation, repository(), provoked) == "", provoked
+
+
+def test_nohup_does_not_save_torchrun_from_a_closed_terminal() -> None:
+    *_, status = terminal_closed().splitlines()
+    assert status == "status 1"
+    lines = terminal_closed("--signals-to-handle=SIGTERM,SIGINT,SIGQUIT").splitlines()
+    assert lines[-2:] == ["done", "status 0"]
 
 
 def test_only_a_barrier_says_that_all_ranks_have_joined() -> None:
