@@ -27,6 +27,7 @@ import torch.distributed as dist
 from launch import ROOT, Result, clean_environment, python, run, torchrun
 from lessons import in_the_pool
 from scripts import load_chapter
+from tiny_gpt import write_tokenizer
 from zero_ranks import Pools
 
 CHAPTER = "05_deepspeed_zero"
@@ -474,17 +475,12 @@ def follow_the_recipe(folder: str, forgets: str) -> Followed:
 
 def write_checkpoints(folder: str) -> None:
     """Write a checkpoint with its tokenizer, and others that lack something."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Model
+    from transformers import Qwen2Model
 
     qwen, base = load_chapter(CHAPTER)["qwen"], Path(folder)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate(letters)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     qwen.small_model(seed=1).save_pretrained(base / "no tokenizer")
     shutil.copytree(base / "no tokenizer", base / "good")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(base / "good")
+    write_tokenizer(base / "good")
     Qwen2Model(qwen.small_config()).save_pretrained(base / "no output layer")
     shutil.copytree(base / "good", base / "cut")
     weights = base / "cut" / "model.safetensors"

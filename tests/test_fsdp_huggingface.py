@@ -12,12 +12,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from launch import ROOT, clean_environment, torchrun
 from lessons import CPU, in_the_pool
 from scripts import load_chapter
+from tiny_gpt import write_text, write_tokenizer
 from worker_pool import WorkerPool
 
 ROOM = "06_fsdp/huggingface"
@@ -207,7 +209,7 @@ def norms_of_steps(folder: Path) -> list[float]:
         norms.append(torch.stack(squares).sum().sqrt().item())
 
     with mock.patch.object(torch.optim.AdamW, "step", step):
-        lesson.finetune(model, lesson.read_batches(2, 2, 64))
+        lesson.finetune(model, lesson.read_batches(None, None, 2, 2, 64))
     return norms
 
 
@@ -224,6 +226,36 @@ def run_in_bf16() -> tuple[Any, str, set[torch.dtype]]:
         code, output = run_causal_lm("", "--bf16")
     reduced = {call.dtype for call in log.calls if call.name == "reduce-scatter"}
     return code, output, reduced
+
+
+def on_its_own_text(folder: Path, text: Path) -> dict[str, Any]:
+    """Train a checkpoint without and with a tokenizer; return what it is trained on."""
+    from transformers import AutoTokenizer
+
+    lesson: Any = load_chapter(ROOM)["causal_lm"]
+    write(folder)
+    words = [f"--model={folder}", f"--save={folder / 'saved'}", f"--text={text}"]
+    without = run_causal_lm("", *words)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        write_tokenizer(folder)
+    dist.barrier()
+    trained, real = [], lesson.finetune
+
+    def noted(model: Any, batches: list[Tensor]) -> list[float]:
+        trained.append(torch.stack(batches))
+        return real(model, batches)
+
+    with mock.patch.object(lesson, "finetune", noted):
+        code, output = run_causal_lm("", *words)
+    dist.barrier()
+    again = AutoTokenizer.from_pretrained(folder / "saved")
+    return {
+        "without": without,
+        "end": (code, output),
+        "batches": trained,
+        "saved": again(text.read_text())["input_ids"],
+    }
 
 
 def refused(config: dict[str, Any], folder: Path) -> str:
@@ -370,6 +402,28 @@ def test_model_that_is_not_built_like_llama_is_refused(
     assert found.startswith(said) and bool(found) == bool(said)
 
 
+def test_a_checkpoint_of_your_own_reads_your_text_by_its_tokenizer(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    text = write_text(tmp_path / "text")
+    ends = worker_pool.run(on_its_own_text, tmp_path / "own", text)
+    assert len(ends) == 2
+    code, said = ends[0]["without"]
+    assert code == 2
+    assert "own: no tokenizer there; tokenizer.save_pretrained writes one" in said
+    tokens = ends[0]["saved"]
+    assert sorted(tokens) != sorted(text.read_bytes())
+    assert len(tokens) == len(text.read_bytes())
+    for rank, end in enumerate(ends):
+        (code, said), (batches,) = end["end"], end["batches"]
+        assert code == 0, said
+        assert batches.shape == (4, 6, 64)
+        whole = torch.tensor(tokens[: 4 * 12 * 64]).view(4, 12, 64)
+        assert torch.equal(batches, whole.chunk(2, dim=1)[rank])
+    assert ends[0]["end"][1].count("| loss") == 4
+    assert "check:" not in ends[0]["end"][1]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -401,6 +455,7 @@ def test_name_on_the_hub_is_trained_and_saved(
     (entry / "refs" / "main").write_text(revision)
     folder = entry / "snapshots" / revision
     worker_pool.run(write, folder, world_size=1)
+    write_tokenizer(folder)
     environment = clean_environment(
         HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1"
     )

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from lessons import in_the_pool
 from scripts import load_chapter
+from tiny_gpt import write_text, write_tokenizer
 from worker_pool import RankError, WorkerPool
 
 ROOM = "07_tensor_parallel/huggingface"
@@ -127,7 +128,11 @@ def losses_across_a_save(folder: Path) -> tuple[list[float], list[float]]:
     """Train, save as 09's minimal.py, go on; go on again from there on another mesh."""
     write(folder, tied=True)
     ours, lesson = modules()
-    batches, saved, ends = lesson.read_batches(4, 4, 64), str(folder / "shards"), []
+    batches, saved, ends = (
+        lesson.read_batches(None, None, 4, 4, 64),
+        str(folder / "shards"),
+        [],
+    )
     for shape in ((1, 2), (2, 1)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
         model = ours.load_split(str(folder), mesh, None)
@@ -364,6 +369,36 @@ def by_transformers_itself(folder: Path) -> dict[str, Any]:
     }
 
 
+def on_its_own_text(folder: Path, text: Path) -> dict[str, Any]:
+    """Train a checkpoint without and with a tokenizer; return what it is trained on."""
+    from transformers import AutoTokenizer
+
+    lesson: Any = load_chapter(ROOM)["causal_lm"]
+    write(folder, tied=True)
+    words = [f"--model={folder}", f"--save={folder / 'saved'}", f"--text={text}"]
+    without = run_causal_lm("", *words)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        write_tokenizer(folder)
+    dist.barrier()
+    trained, real = [], lesson.train_on
+
+    def noted(model: Any, batches: list[Tensor]) -> list[float]:
+        trained.append(torch.stack(batches))
+        return real(model, batches)
+
+    with mock.patch.object(lesson, "train_on", noted):
+        code, output = run_causal_lm("", *words)
+    dist.barrier()
+    again = AutoTokenizer.from_pretrained(folder / "saved")
+    return {
+        "without": without,
+        "end": (code, output),
+        "batches": trained,
+        "saved": again(text.read_text())["input_ids"],
+    }
+
+
 def refused(config: dict[str, Any], tensor_ranks: int, folder: Path) -> str:
     """Build and split a model of another kind; return why it is refused."""
     from transformers import AutoConfig
@@ -423,6 +458,28 @@ def test_check_notices(worker_pool: WorkerPool, fault: str) -> None:
     ends = worker_pool.run(run_causal_lm, fault)
     assert [code for code, _ in ends] == [1, 1], ends
     assert f"check failed on ranks [0, 1], not so: {CLAIM}" in ends[0][1]
+
+
+def test_a_checkpoint_of_your_own_reads_your_text_by_its_tokenizer(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    text = write_text(tmp_path / "text")
+    ends = worker_pool.run(on_its_own_text, tmp_path / "own", text)
+    assert len(ends) == 2
+    code, said = ends[0]["without"]
+    assert code == 2
+    assert "own: no tokenizer there; tokenizer.save_pretrained writes one" in said
+    tokens = ends[0]["saved"]
+    assert sorted(tokens) != sorted(text.read_bytes())
+    assert len(tokens) == len(text.read_bytes())
+    for end in ends:
+        (code, said), (batches,) = end["end"], end["batches"]
+        assert code == 0, said
+        assert batches.shape == (4, 4, 64)
+        whole = torch.tensor(tokens[: 4 * 4 * 64]).view(4, 4, 64)
+        assert torch.equal(batches, whole)
+    assert ends[0]["end"][1].count("| loss") == 4
+    assert "check:" not in ends[0]["end"][1]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 Run: torchrun --nproc-per-node=2 07_tensor_parallel/huggingface/causal_lm.py
 Expect: the losses and gradients of one process, and of the saved model. With 4 ranks,
-    2 split each layer, and 2 the batch. --model=NAME_OR_PATH trains your own.
+    2 split each layer, 2 the batch. --model=NAME_OR_PATH --text=FILE trains your own.
 """
 
 import argparse
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
-from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from parallel_causal_lm import build_on_meta, load_split, save_gathered
 from ranks import check, fail, gather, join, leave, number, read_options, say
-from tiny_qwen import read_batches, write_checkpoint
+from tiny_qwen import load_alone, load_tokenizer, read_batches, write_checkpoint
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"metavar": "NAME_OR_PATH", "help": "a checkpoint in safetensors"},
+    "text": {"type": Path, "help": "a file or folder of your own"},
     "save": {"metavar": "FOLDER", "help": "where to save what was trained"},
     "bf16": {"action": "store_true", "help": "gather weights and compute in bf16"},
     "tensor": {"type": number(1, 64), "default": 2, "help": "ranks that split layers"},
@@ -51,12 +52,6 @@ def train_on(model: Any, batches: list[Tensor]) -> list[float]:
     return losses
 
 
-def load_alone(name: str, device: torch.device) -> Any:
-    """Load a checkpoint whole, as one process does."""
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    return model.to(device).train()
-
-
 def largest_difference(model: Any, alone: Any, mine: Tensor, tokens: Tensor) -> float:
     """Return the largest relative error of any parameter's gradient."""
     errors = []
@@ -73,21 +68,24 @@ def main(options: argparse.Namespace) -> None:
     name = options.model or ""
     if name and not options.save:
         fail("--model needs --save=FOLDER, too")
-    n = options.tensor
-    if int(os.environ.get("WORLD_SIZE", str(n))) % n:
+    n, tokenizer = options.tensor, None
+    world_size = int(os.environ.get("WORLD_SIZE", str(n)))
+    shape = world_size // n, n
+    if world_size % n:
         fail(f"--tensor={n} does not divide the number of ranks")
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as own:
         write_checkpoint(own)  # every rank its own
         try:
             build_on_meta(name or own, n)
+            tokenizer = load_tokenizer(name) if name else None
+            words = read_batches(options.text, tokenizer, 4, 4 * shape[0], 64)
         except (OSError, ValueError) as error:
             fail(str(error).splitlines()[0])
         device = join(at_least=2)
-        shape = dist.get_world_size() // n, n
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
         mesh._flatten("both")  # or clipping takes two all-reduces, and warns
-        batches = [tokens.to(device) for tokens in read_batches(4, 4 * shape[0], 64)]
+        batches = [tokens.to(device) for tokens in words]
         # Ranks that share a layer take the same samples.
         mine = [b.chunk(shape[0])[mesh["data"].get_local_rank()] for b in batches]
         model = load_split(name or own, mesh, torch.bfloat16 if options.bf16 else None)
@@ -95,6 +93,8 @@ def main(options: argparse.Namespace) -> None:
             say(f"step {step} | loss {loss:.3f}")
         saved = options.save or gather(f"{own}/saved")[0]
         save_gathered(model, saved)
+        if tokenizer and dist.get_rank() == 0:
+            tokenizer.save_pretrained(saved)
         if not name:  # each rank has memory for all of it
             due = train_on(load_alone(own, device), batches)
             apart = torch.dist(torch.tensor(losses), torch.tensor(due))

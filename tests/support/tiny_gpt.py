@@ -24,6 +24,20 @@ def write_text(path: Path) -> Path:
     return path
 
 
+def write_tokenizer(folder: Path) -> Any:
+    """Save a tokenizer beside a checkpoint: a token is a byte, under another number."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.save_pretrained(folder)
+    return fast
+
+
 def tiny_model(dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
     """Build the chapter's model, always with the same weights."""
     model = module("model")
