@@ -25,6 +25,8 @@ import os
 import posixpath
 import re
 import tempfile
+import traceback
+import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -39,6 +41,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from markdown_it.token import Token
+from torch.amp import GradScaler
+from torch.utils.checkpoint import checkpoint
 
 from launch import ROOT, clean_environment, deepspeed, python
 from readme_runner import parse_block
@@ -164,9 +168,12 @@ def no_launcher() -> str:
     """Join a group by the environment, in which nobody has set anything."""
     launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     rest = {name: value for name, value in os.environ.items() if name not in launched}
-    with mock.patch.dict(os.environ, rest, clear=True):
-        # The first thing that init_process_group does.
-        return error_of(lambda: next(iter(dist.rendezvous("env://"))))
+    said = []
+    for more in ({}, {"RANK": "0", "WORLD_SIZE": "1"}):
+        with mock.patch.dict(os.environ, rest | more, clear=True):
+            # The first thing that init_process_group does.
+            said.append(error_of(lambda: next(iter(dist.rendezvous("env://")))))
+    return "\n".join(said)
 
 
 def nobody_listens() -> str:
@@ -218,6 +225,88 @@ def fewer_devices() -> str:
         device, reason = scope["choose_device"](local_rank=1, local_world_size=2)
     backend = dist.get_default_backend_for_device(device)
     return f"device: {device.type} with {backend} ({reason})"
+
+
+def forked_cuda() -> str:
+    """Use a GPU, which is pretended, in a process that its user has forked."""
+    with mock.patch.object(torch.cuda, "_is_in_bad_fork", lambda: True):
+        return error_of(torch.cuda.init)
+
+
+def closed_rendezvous() -> str:
+    """Join a job that another agent of torchrun has declared to be over."""
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
+    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+        DynamicRendezvousHandler,
+    )
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    backend = c10d.C10dRendezvousBackend(store, "job")
+    first, late = (
+        DynamicRendezvousHandler.from_backend("job", store, backend, 1, 2)
+        for _ in range(2)
+    )
+    first.set_closed()
+    try:
+        late.next_rendezvous()
+    except RendezvousClosedError as error:
+        return "".join(traceback.format_exception_only(error))
+    return "no error"
+
+
+def skipped_step() -> str:
+    """Step a schedule after GradScaler has skipped the optimizer's first step."""
+    model = torch.nn.Linear(1, 1)
+    sgd, scaler = torch.optim.SGD(model.parameters(), lr=1.0), GradScaler("cpu")
+    schedule = torch.optim.lr_scheduler.StepLR(sgd, step_size=1)
+    before = model.weight.item()
+    scaler.scale(model(torch.full((1, 1), torch.inf)).sum()).backward()
+    scaler.step(sgd)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        schedule.step()
+    assert model.weight.item() == before
+    return "\n".join(str(one.message) for one in warned)
+
+
+def half_weights() -> str:
+    """Let GradScaler step weights that are in fp16."""
+    model = torch.nn.Linear(1, 1).half()
+    sgd, scaler = torch.optim.SGD(model.parameters(), lr=1.0), GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 1).half()).sum()).backward()
+    return error_of(lambda: scaler.step(sgd))
+
+
+def frozen_inputs() -> str:
+    """Recompute a layer behind a frozen embedding in both ways, of which one works."""
+    embedding = torch.nn.Embedding(2, 2).requires_grad_(False)
+    layer, said = torch.nn.Linear(2, 2), []
+    for reentrant in (True, False):
+        hidden = embedding(torch.ones(1, dtype=torch.long))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            result = checkpoint(layer, hidden, use_reentrant=reentrant)
+        said += [str(one.message) for one in warned]
+        said.append(error_of(result.sum().backward))
+    assert layer.weight.grad is not None and said.pop() == "no error, but None"
+    return "\n".join(said)
+
+
+def shared_tensors() -> str:
+    """Save a tensor that has two names; then by safetensors' other function."""
+    from safetensors.torch import load_model, save_file, save_model
+
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    second.weight, model = first.weight, torch.nn.Sequential(first, second)
+    with scratch_file() as path:
+        said = error_of(lambda: save_file(model.state_dict(), path))
+        save_model(model, path)
+        before = first.weight.detach().clone()
+        torch.nn.init.zeros_(first.weight)
+        load_model(model, path)
+    assert torch.equal(second.weight, before)
+    return said
 
 
 @contextmanager
@@ -551,7 +640,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 def show(call, *args):
     try:
         print("no error, but", call(*args))
-    except (ImportError, RuntimeError, ValueError) as error:
+    except Exception as error:
         print(f"{type(error).__name__}: {error}", flush=True)
 
 show(deepspeed.init_distributed, "gloo")
@@ -567,6 +656,14 @@ arguments = TrainingArguments(output_dir=sys.argv[1], use_cpu=True, report_to=[]
 settings = HfTrainerDeepSpeedConfig(config)
 settings.trainer_config_process(arguments)
 show(settings.trainer_config_finalize, arguments, 4, 10)
+from deepspeed.ops.op_builder import builder
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+import torch.utils.cpp_extension
+torch.utils.cpp_extension.CUDA_HOME = None  # where it is not found
+show(builder.installed_cuda_version)
+scaler = DynamicLossScaler(2.0, 1000, 1.0, 1, False)
+scaler.update_scale(overflow=True)
+show(scaler.update_scale, True)
 os._exit(0)
 """
 
@@ -579,7 +676,7 @@ def unknown_name() -> str:
 
 
 @cache
-def four_mistakes() -> str:
+def six_mistakes() -> str:
     """Run UNDER_DEEPSPEED, once for all that quote it."""
     environment = clean_environment(DS_ACCELERATOR="cpu")
     with tempfile.TemporaryDirectory() as folder:
@@ -588,8 +685,8 @@ def four_mistakes() -> str:
 
 
 def under_deepspeed() -> str:
-    """Make four mistakes with DeepSpeed."""
-    return four_mistakes()
+    """Make six mistakes with DeepSpeed."""
+    return six_mistakes()
 
 
 def killed_under_deepspeed() -> str:
@@ -622,6 +719,58 @@ def left_early() -> str:
     # Of two ranks of gloo one calls and the other one waits to be called. That depends
     # on their addresses. Who calls is done before the other has noticed.
     return python("-c", LEFT_EARLY, "no barrier", 10).output
+
+
+DDP_WARNS = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+class Pixels(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 4, 1).to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.conv.weight.flatten(1), self.conv.bias)
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddp = DistributedDataParallel(Pixels(), find_unused_parameters=True)
+ddp(torch.ones(2, 8)).sum().backward()
+dist.destroy_process_group()
+"""
+OPEN_FILES = """
+import resource, torch
+from torch.utils.data import DataLoader, TensorDataset
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+loader = DataLoader(TensorDataset(torch.ones(200, 3)), num_workers=1)
+print(len([batch.clone() for batch, in loader]), "batches were copied")
+kept = [batch for batch, in loader]
+"""
+LEAKED = """
+import multiprocessing, os, signal
+queue = multiprocessing.get_context("spawn").Queue()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@cache
+def ddp_warns() -> str:
+    """Train with a gradient of other strides; look for unused parameters in vain."""
+    return python("-c", DDP_WARNS).output
+
+
+def open_files() -> str:
+    """Keep the batches of a worker where few files may be open."""
+    output = python("-c", OPEN_FILES).output
+    assert "200 batches were copied" in output
+    return output
+
+
+def leaked_semaphores() -> str:
+    """Kill a process that has a queue."""
+    return python("-c", LEAKED).output
 
 
 TERMINAL_CLOSED = """
@@ -667,17 +816,12 @@ IN_A_WORKER = [
     *(fewer_devices, cut_file, foreign_object, two_writers, wrapped_names),
     *(not_joined, local_function, wrapper_and_model, all_frozen, mesh_too_large),
     *(own_divisor, two_dtypes, no_strategy, few_samples, fixed_heads, more_ranks),
+    *(forked_cuda, closed_rendezvous, skipped_step, half_weights, frozen_inputs),
+    shared_tensors,
 ]
 IN_A_PROCESS = [
-    *(
-        unknown_name,
-        dead_address,
-        left_early,
-        peer_gone,
-        store_gone,
-        terminal_closed,
-        thread_left,
-    )
+    *(unknown_name, dead_address, left_early, peer_gone, store_gone, thread_left),
+    *(terminal_closed, ddp_warns, open_files, leaked_semaphores),
 ]
 # These import DeepSpeed, which takes long.
 SLOWLY = {f.__name__: f for f in (under_deepspeed, killed_under_deepspeed)}
