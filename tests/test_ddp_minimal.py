@@ -908,7 +908,7 @@ def test_two_axes_refuse_another_model_and_ranks_that_do_not_divide(
     assert [path.name for path in (tmp_path / "sharded").iterdir()] == ["epoch_001"]
 
 
-PIPELINE = "08_pipeline_parallel"
+PIPELINE, AUTOCAST = "08_pipeline_parallel", "bf16"
 
 
 class OtherLabels(Schedule1F1B):
@@ -956,6 +956,13 @@ def only_of_the_world(
         reduce(tensor)
 
 
+def under_autocast(*call: Any) -> Any:
+    """Call a schedule's step or eval as the page says for bf16."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return losses_of(*call)
+
+
+losses_of = load_chapter(PIPELINE)["minimal"].losses_of
 # What is replaced in the script, and by what.
 FAULTS: dict[str, tuple[str, Any]] = {
     "another stage's blocks": ("Part", OtherBlocks),
@@ -965,6 +972,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "a parameter missing": ("torch.optim.AdamW", one_left_out),
     "tied gradients apart": ("dist.all_reduce", only_of_the_world),
     "other samples on each stage": ("DistributedSampler", local_samples),
+    AUTOCAST: ("losses_of", under_autocast),
 }
 
 
@@ -1062,7 +1070,18 @@ def test_stages_clip_by_the_norm_of_all(worker_pool: WorkerPool, is_tied: bool) 
     assert ends[0][0] < 1e-6
 
 
-@pytest.mark.parametrize("fault", list(FAULTS))
+def test_stages_train_in_bf16_under_autocast(worker_pool: WorkerPool) -> None:
+    (apart, said_alone, *_), (_, _, said, _) = worker_pool.run(
+        in_stages, {"layers": 2}, "SGD", AUTOCAST, world_size=2
+    )
+    assert 1e-6 < apart < 1e-2
+    exact, rounded = (re.findall(r"loss (\S+)", one) for one in (said_alone, said))
+    assert len(exact) == 2
+    losses = [float(loss) for loss in exact]
+    assert [float(loss) for loss in rounded] == pytest.approx(losses, rel=0.01)
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name != AUTOCAST])
 def test_a_fault_of_the_pipeline_shows(worker_pool: WorkerPool, fault: str) -> None:
     (apart, *_), (_, said_alone, said, _) = worker_pool.run(
         in_stages, {"layers": 2}, "SGD", fault, world_size=2
