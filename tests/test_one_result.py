@@ -600,6 +600,7 @@ def test_ctrl_c_ends_a_launcher_with_its_ranks(
         (["--json=no/x.json"], None, "--json no/x.json: there is no folder no"),
         (["--json=."], None, "--json .: this is a folder"),
         (["--only", "slurm"], None, "--only: no way is called 'slurm'; there are one"),
+        (["--only", ""], None, "--only: no way is called ''; there are one"),
     ],
 )
 def test_bad_input_is_one_line(
