@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -67,6 +68,18 @@ def prepare(config: dict[str, Any]) -> torch.device:
     renamed = r"`torch.distributed.\w+` is deprecated"
     warnings.filterwarnings("ignore", renamed, FutureWarning)
     return device
+
+
+def refuse_other_ranks(folder: Path) -> None:
+    """Exit with one line if the newest checkpoint has shards of more or fewer ranks."""
+    if (folder / "latest").exists():
+        tag = (folder / "latest").read_text().strip()
+        shards = len(list((folder / tag).glob("*_optim_states.pt")))
+        if shards not in (0, int(os.environ.get("WORLD_SIZE", "1"))):
+            convert = "convert it as in 05_deepspeed_zero/checkpoints"
+            ranks.fail(
+                f"{folder / tag} is of {shards} ranks: start {shards}; or {convert}"
+            )
 
 
 def join(at_least: int = 1) -> None:

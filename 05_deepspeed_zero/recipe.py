@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_setup import SETUP_OPTIONS, join, leave, prepare
+from deepspeed_setup import SETUP_OPTIONS, join, leave, prepare, refuse_other_ranks
 from pretrained import MODEL_OPTIONS, model_and_tokens
 from ranks import check, read_options, say, start_ranks
 from text import global_batch
@@ -77,14 +77,15 @@ def evaluate(engine: Any, tokens: torch.Tensor) -> float:
 def main(options: argparse.Namespace) -> None:
     """Train or resume, evaluate, and resume once more from the first checkpoint."""
     device = prepare(CONFIG)  # before DeepSpeed is imported
+    folder = options.checkpoints
     # What cannot be loaded is refused in one line, before the ranks meet.
+    refuse_other_ranks(folder)
     model, tokens = model_and_tokens(options, CONFIG, device, needed=20 * BLOCK_SIZE)
     held_out, tokens = tokens[: len(tokens) // 20], tokens[len(tokens) // 20 :]
     join()
     import deepspeed
 
     engine = deepspeed.initialize(model=model, config=CONFIG)[0]
-    folder = options.checkpoints
     if (folder / "latest").exists():
         engine.load_checkpoint(folder)  # without one: (None, None), and a warning
     loss = evaluate(engine, held_out)
@@ -94,7 +95,6 @@ def main(options: argparse.Namespace) -> None:
     say(f"to step   {engine.global_steps} | held-out loss {loss:.4f}")
     if CONFIG["comms_logger"]["enabled"]:
         deepspeed.comm.log_summary()
-
     # A project of your own ends here. This proves that a checkpoint holds all it needs.
     engine.load_checkpoint(folder, tag=f"step_{SAVE_EVERY}")
     is_same = engine.global_steps == SAVE_EVERY

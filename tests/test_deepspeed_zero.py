@@ -798,19 +798,52 @@ def test_two_hosts_on_one_machine_need_not_share_its_gpu(
     assert setup.settled["reason"] == reasons[taken]
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_shards_of_other_ranks_are_refused_in_one_line(
+    world_size: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    setup = load_chapter(CHAPTER)["deepspeed_setup"]
+    setup.refuse_other_ranks(tmp_path)  # has none
+    (tmp_path / "latest").write_text("step_10")
+    (tmp_path / "step_10").mkdir()
+    for rank in range(2):
+        name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        (tmp_path / "step_10" / name).touch()
+    if world_size == 2:
+        setup.refuse_other_ranks(tmp_path)
+        return
+    with pytest.raises(SystemExit) as end:
+        setup.refuse_other_ranks(tmp_path)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1
+    assert f"{tmp_path / 'step_10'} is of 2 ranks: start 2; or convert it" in said
+
+
 @pytest.mark.slow
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     folder, short, few = tmp_path / "none", tmp_path / "short", "a few words"
     short.write_text(few)
+    other = tmp_path / "other"
+    (other / "step_10").mkdir(parents=True)
+    (other / "latest").write_text("step_10")
+    for rank in range(3):
+        (other / "step_10" / f"zero_pp_rank_{rank}_optim_states.pt").touch()
+    of_others = f"{other / 'step_10'} is of 3 ranks: start 3; or convert it as in "
+    of_others += "05_deepspeed_zero/checkpoints"
     too_short = f"the text has {len(few)} tokens and 1280 are needed: give more text"
     for script, option, expected in (
         ("stage_0", "--steps=0", "argument --steps: '0' is no number from 1 to 10"),
         ("recipe", "--text=/nowhere", "--text /nowhere: No such file or directory"),
         ("recipe", f"--text={short}", too_short),
         ("recipe", "--model=/no/such", "--model /no/such: there is no such folder"),
+        ("recipe", f"--checkpoints={other}", of_others),
     ):
         more = [f"--checkpoints={folder}"] if script == "recipe" else []
-        result = python(FOLDER / f"{script}.py", option, *more)
+        result = python(FOLDER / f"{script}.py", *more, option)
         assert (result.returncode, result.stdout) == (2, "")
         zeros = "0" * 8 if script == "stage_0" else ""
         assert result.stderr == f"{script}.py: {expected}{zeros}\n"

@@ -412,7 +412,23 @@ def run_with(fault: str, shape: tuple[int, ...]) -> tuple[Any, str, str]:
         n = mesh["data"].size()
         return step(part, run, adam, mesh, batch.chunk(n)[0].repeat(n, 1))
 
+    steps = itertools.count(1)
+
+    def spoiled(what: str, part: Any, *more: Any) -> Any:
+        loss = step(part, *more)
+        if next(steps) == 2:  # the last one, so that no loss shows it
+            with torch.no_grad():
+                for p in part.parameters():
+                    (p if what == "weights" else p.grad).mul_(1 + 1e-6)
+        return loss
+
     faults: dict[str, tuple[Any, str, Any]] = {
+        "other weights": (train, "mesh_step", functools.partial(spoiled, "weights")),
+        "other gradients": (
+            train,
+            "mesh_step",
+            functools.partial(spoiled, "gradients"),
+        ),
         "norm of one stage": (train, "clip_by_norm_of_all", norm_of_stage),
         "no clipping": (train, "clip_grads_with_norm_", forgotten),
         "losses are summed": (train, "Schedule1F1B", summed),
@@ -427,6 +443,8 @@ def run_with(fault: str, shape: tuple[int, ...]) -> tuple[Any, str, str]:
     ("fault", "shape"),
     [
         ("norm of one stage", (2, 2, 1)),
+        pytest.param("other weights", (2, 2, 1), marks=pytest.mark.slow),
+        pytest.param("other gradients", (2, 2, 1), marks=pytest.mark.slow),
         pytest.param("no clipping", (2, 2, 1), marks=pytest.mark.slow),
         pytest.param("losses are summed", (2, 2, 1), marks=pytest.mark.slow),
         pytest.param("same samples", (2, 2, 1), marks=pytest.mark.slow),

@@ -270,6 +270,11 @@ def skipped_step() -> str:
     return "\n".join(str(one.message) for one in warned)
 
 
+def too_large() -> str:
+    """Ask for more memory than any machine has."""
+    return error_of(lambda: torch.empty(10**15))
+
+
 def half_weights() -> str:
     """Let GradScaler step weights that are in fp16."""
     model = torch.nn.Linear(1, 1).half()
@@ -817,7 +822,7 @@ IN_A_WORKER = [
     *(not_joined, local_function, wrapper_and_model, all_frozen, mesh_too_large),
     *(own_divisor, two_dtypes, no_strategy, few_samples, fixed_heads, more_ranks),
     *(forked_cuda, closed_rendezvous, skipped_step, half_weights, frozen_inputs),
-    shared_tensors,
+    *(shared_tensors, too_large),
 ]
 IN_A_PROCESS = [
     *(unknown_name, dead_address, left_early, peer_gone, store_gone, thread_left),

@@ -152,7 +152,8 @@ def asked_for(only: list[str]) -> dict[str, Way]:
         chosen = {
             name: way
             for name, way in (WAYS | WRONG).items()
-            if word.strip() and word.lower() in f"{name} {way.start}".lower()
+            if word.strip()
+            and word.lower() in f"{name} {way.start}".lower()
             and (name != ON_REQUEST or word.lower() == name)
         }
         if not chosen:
