@@ -2,8 +2,8 @@
 
 Run: torchrun --nproc-per-node=2 03_ddp_torchrun/minimal_resumable.py
 Expect: a validation loss after each of two epochs. If the run dies in the second, the
-    same command takes up the first, and with as many ranks ends with the same bits. To
-    begin anew, delete resumable.pt.
+    same command takes up the first, and on two ranks ends with the same bits. To begin
+    anew, delete resumable.pt.
 """
 
 import os

@@ -65,6 +65,7 @@ def main() -> None:
         device = torch.accelerator.current_accelerator() or device
     dist.init_process_group(dist.get_default_backend_for_device(device))
     part, last = Part(model, rank, stages).to(device), stages - 1
+    torch.manual_seed(rank)  # dropout: other masks on each stage
     ends = dist.new_group(sorted({0, last}))  # every rank calls this
     stage = PipelineStage(part, rank, stages, device)
     pipeline = Schedule1F1B(
@@ -73,19 +74,18 @@ def main() -> None:
         loss_fn=lambda out, labels: cross_entropy(out.flatten(0, 1), labels.flatten()),
     )  # it also divides the gradients by 8
     optimizer = torch.optim.AdamW(part.parameters(), lr=2e-3)  # this stage's
-    texts = load_text(None, 128)  # to train on, and held out
-    train_set, test_set = (WindowDataset(text, 128, samples=1024) for text in texts)
+    train_set, test_set = (WindowDataset(t, 128, 1024) for t in load_text(None, 128))
     sampler = DistributedSampler(train_set, num_replicas=1, rank=0)  # the same on all
     loader = DataLoader(train_set, batch_size=64, sampler=sampler, drop_last=True)
     twin = part.head.weight if model.config.tied and rank == last > 0 else None
-    counted: Any = [p for p in part.parameters() if p is not twin]  # stage 0 has it
+    counted: Any = [p for p in part.parameters() if p.requires_grad and p is not twin]
     for step, (_, inputs, labels) in enumerate(loader, start=1):
         losses = losses_of(pipeline.step, stage, inputs, labels)
         if model.config.tied and rank in (0, last):  # one matrix: both need the sum
             tied = (part.token_embedding or part.head).weight
             dist.all_reduce(tied.grad, group=ends)
-        # clip_grad_norm_ would take the norm of this stage alone.
-        squares = get_total_norm([p.grad for p in counted]).square()
+        # clip_grad_norm_ would take the norm of this stage alone, and the twin twice.
+        squares = get_total_norm([p.grad for p in counted]).double().square()
         dist.all_reduce(squares)
         clip_grads_with_norm_(part.parameters(), MAX_NORM, squares.sqrt())
         optimizer.step()

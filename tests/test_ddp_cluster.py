@@ -546,7 +546,8 @@ def test_slurm_script_starts_as_many_ranks_as_it_asks_for(
         assert re.search(r" --log-dir=logs/\d+/localhost --tee=3 ", line)
         signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
         assert line.endswith(
-            f" --local-addr=localhost --signals-to-handle={signals} my.py --a=b c"
+            f" --local-addr=localhost --signals-to-handle={signals}"
+            " --shutdown-timeout=100 my.py --a=b c"
         )
 
 

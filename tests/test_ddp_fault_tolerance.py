@@ -761,7 +761,10 @@ SCONTROL = """#!/bin/sh
 """
 
 
-@pytest.mark.parametrize("words", [["--checkpoint=run.pt"], ["--checkpoint", "run.pt"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--checkpoint=run.pt"], ["--checkpoint", "run.pt"], ["--snapshot=run.pt"]],
+)
 @pytest.mark.parametrize(
     ("ending", "is_requeued", "status"),
     [

@@ -1070,6 +1070,43 @@ def test_stages_clip_by_the_norm_of_all(worker_pool: WorkerPool, is_tied: bool) 
     assert ends[0][0] < 1e-6
 
 
+def frozen_in_fp16() -> tuple[list[int], set[float]]:
+    """Train stages with frozen parameters, as if norms were in fp16, and 424.
+
+    Return the seeds that a rank has set, and by which norm it clips.
+    """
+    module: Any = load_chapter(PIPELINE)["minimal"]
+    seeds, norms = mock.Mock(side_effect=torch.manual_seed), []
+
+    def frozen(config: Any) -> Any:
+        model = load_chapter(PIPELINE)["model"].GPT(config)
+        for part in (model.position_embedding, model.final_norm):
+            part.requires_grad_(False)
+        return model
+
+    half = torch.tensor(424, dtype=torch.float16)
+    with (
+        mock.patch.object(module, "GPT", frozen),
+        mock.patch.object(module.torch, "manual_seed", seeds),
+        mock.patch.object(module, "get_total_norm", lambda g: half * (None not in g)),
+        mock.patch.object(
+            module, "clip_grads_with_norm_", lambda *call: norms.append(call[-1].item())
+        ),
+    ):
+        train("minimal", chapter=PIPELINE, layers=2)
+    return [call.args[0] for call in seeds.mock_calls], set(norms)
+
+
+def test_stages_have_masks_of_their_own_and_a_finite_norm(
+    worker_pool: WorkerPool,
+) -> None:
+    ends = worker_pool.run(frozen_in_fp16, world_size=2)
+    # Both build the same model; then dropout differs.
+    assert [seeds for seeds, _ in ends] == [[0, 0], [0, 1]]
+    # 424 squared is above the largest number of fp16.
+    assert [[*norms] for _, norms in ends] == [[pytest.approx(424 * 2**0.5)]] * 2
+
+
 def test_stages_train_in_bf16_under_autocast(worker_pool: WorkerPool) -> None:
     (apart, said_alone, *_), (_, _, said, _) = worker_pool.run(
         in_stages, {"layers": 2}, "SGD", AUTOCAST, world_size=2
