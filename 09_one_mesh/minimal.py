@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -62,12 +62,14 @@ def main() -> None:
     train_set = WindowDataset(load_text(None, 128)[0], block_size=128, samples=512)
     place = mesh.get_local_rank("data")  # ranks that share matrices share samples
     sampler = DistributedSampler(train_set, shape[0], place, drop_last=True)
-    loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler)
+    loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler)  # of a data rank
     torch.manual_seed(0)  # the same weights on all ranks
     model: Any = GPT(GPTConfig()).to(device)
     tp.parallelize_module(model, mesh["tensor"], PLAN)
     if model.config.tied:  # the plan has made two matrices of one
         model.head.weight = model.token_embedding.weight
+    if plain := [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]:
+        raise SystemExit(f"PLAN has no style for {plain[0]}")  # its ranks would diverge
     dtype = None if device.type == "cpu" else torch.bfloat16
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*model.blocks, model):  # the root last

@@ -706,6 +706,12 @@ def all_samples(dataset: Any, *place: int, drop_last: bool) -> Any:
     return torch.utils.data.DistributedSampler(dataset)
 
 
+def with_a_plain_norm(model: Any, mesh: Any, plan: Any) -> None:
+    """Split all but the last norm, which no style makes a DTensor."""
+    left = {name: style for name, style in plan.items() if name != "final_norm"}
+    parallelize_module(model, mesh, left)
+
+
 def untied(config: Any) -> Any:
     """Build the GPT without telling that it is tied."""
     model = load_chapter(MESH)["model"].GPT(config)
@@ -747,6 +753,7 @@ MESH_FAULTS: dict[str, dict[str, Any]] = {
     "Adam's state lost": {"states.set_optimizer_state_dict": mock.Mock()},
     "the order of samples": {"DistributedSampler.set_epoch": lambda self, epoch: None},
     BF16: {"MixedPrecisionPolicy": lambda param_dtype, **more: POLICY},
+    "a plain norm": {"tp.parallelize_module": with_a_plain_norm},
     LARGE: {
         "GPT": on_meta,
         "tp.parallelize_module": plan_and_wrap,
@@ -903,6 +910,9 @@ def test_two_axes_refuse_another_model_and_ranks_that_do_not_divide(
     assert len(ends) == 2
     for end in ends:
         assert re.fullmatch("move .*sharded away: .*Size mismatch .*", end.error)
+    plain = worker_pool.run(on_two_axes, str(tmp_path), "a plain norm", world_size=2)
+    said = "PLAN has no style for final_norm.weight"
+    assert [end.error for end in plain] == [said] * 2
     (alone,) = worker_pool.run(on_two_axes, str(tmp_path), world_size=1)
     assert alone.error == "each host needs a multiple of 2 ranks"
     assert [path.name for path in (tmp_path / "sharded").iterdir()] == ["epoch_001"]

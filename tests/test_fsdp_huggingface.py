@@ -74,12 +74,13 @@ def run_causal_lm(fault: str, *words: str) -> tuple[Any, str]:
 
 def write(folder: Path, tied: bool = True, dtype: torch.dtype = torch.float32) -> None:
     """Write the tiny checkpoint from rank 0, in several files."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     if dist.get_rank() == 0:
         load_chapter(ROOM)["tiny_qwen"].write_checkpoint(str(folder), tied)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         (folder / "model.safetensors").unlink()
+        model.generation_config = GenerationConfig(eos_token_id=[5, 9])
         model.save_pretrained(folder, max_shard_size="300KB")
     dist.barrier()
 
@@ -117,6 +118,7 @@ def loaded_and_saved(folder: Path, tied: bool, dtype: torch.dtype) -> dict[str, 
         "peak": counter.peak,
         "saved": sorted(load_file(folder / "saved" / "model.safetensors")),
         "kind": json.loads((folder / "saved/config.json").read_text())["architectures"],
+        "ends": again.generation_config.eos_token_id,
     }
 
 
@@ -336,6 +338,7 @@ def test_only_rank_0_ever_has_the_whole_and_it_comes_back_as_it_was(
         assert len(found["saved"]) == (26 if tied else 27)
         assert ("lm_head.weight" in found["saved"]) == (not tied)
         assert found["kind"] == ["Qwen2ForCausalLM"]
+        assert found["ends"] == [5, 9]
     # The other rank has one whole tensor at a time beside its shards. Of one that a
     # broadcast filled, gloo's thread may let go only when the next are there.
     most = second["kept"] + 2.5 * second["largest"]

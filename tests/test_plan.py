@@ -728,8 +728,9 @@ def test_first_plan_is_the_simplest_of_the_fast_ones_with_headroom() -> None:
             axes = [n > 1 for n in layout[1:4]].count(True)
             shards = {"none": 0, "zero-1": 1, "fsdp": 2, "zero-2": 3}[layout.sharding]
             if step <= limit:
-                assert (axes, shards) >= first.simplicity
-                seen += (axes, shards) > first.simplicity
+                rank = axes, layout.context > 1, shards
+                assert rank >= first.simplicity
+                seen += rank > first.simplicity
         others = [plan.cost.step for plan in plans[1:]]
         assert others == pytest.approx(sorted(others), rel=2e-3)
         # Of plans that are as fast the one that needs less is the better one.
@@ -832,6 +833,14 @@ def test_what_a_plan_loses_is_named() -> None:
     sharded = ranking.plan_of(job, jobs.Layout(8, sharding="fsdp"))
     other = ranking.plan_of(job, jobs.Layout(8, sharding="zero-2"))
     assert other.simplicity > sharded.simplicity > first.simplicity
+    # Of two plans with one axis, the one that cuts no sequences comes first.
+    tensor = ranking.plan_of(job, jobs.Layout(4, tensor=2, sharding="fsdp"))
+    context = ranking.plan_of(job, jobs.Layout(4, context=2, sharding="zero-1"))
+    assert context.simplicity > tensor.simplicity
+    faster = {n: 0.98 * s for n, s in tensor.cost.seconds.items()}
+    context = context._replace(cost=tensor.cost._replace(seconds=faster))
+    said = ranking.what_it_loses(job, context, tensor)
+    assert said.startswith("2.0% faster, more context ranks:")
     seconds = {n: 0.98 * s for n, s in sharded.cost.seconds.items()}
     other = other._replace(cost=sharded.cost._replace(seconds=seconds))
     said = ranking.what_it_loses(job, other, sharded)

@@ -267,12 +267,13 @@ def sent_in_a_step() -> list[tuple[str, int]]:
 
 def write(folder: Path, tied: bool, dtype: torch.dtype = torch.float32) -> None:
     """Write the tiny checkpoint from rank 0, in several files."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     if dist.get_rank() == 0:
         load_chapter(ROOM)["tiny_qwen"].write_checkpoint(str(folder), tied)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         (folder / "model.safetensors").unlink()
+        model.generation_config = GenerationConfig(eos_token_id=[5, 9])
         model.save_pretrained(folder, max_shard_size="300KB")
     dist.barrier()
 
@@ -313,6 +314,7 @@ def loaded_and_saved(folder: Path, tied: bool, dtype: torch.dtype) -> dict[str, 
         "whole": sum(p.numel() for p in parameters),
         "saved": len(load_file(folder / "saved" / "model.safetensors")),
         "kind": json.loads((folder / "saved/config.json").read_text())["architectures"],
+        "ends": again.generation_config.eos_token_id,
     }
 
 
@@ -397,6 +399,30 @@ def on_its_own_text(folder: Path, text: Path) -> dict[str, Any]:
         "batches": trained,
         "saved": again(text.read_text())["input_ids"],
     }
+
+
+def masked_on_data_ranks(folder: Path, counted: bool) -> float:
+    """Give data ranks other numbers of labels; return the largest gradient's error."""
+    write(folder, tied=True)
+    ours, lesson = modules()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    model = ours.load_split(str(folder), mesh, None)
+    alone = lesson.load_alone(str(folder), torch.device("cpu"))
+    (tokens,) = lesson.read_batches(None, None, 1, 4, 64)
+    labels = tokens.clone()
+    labels[0, :50] = labels[3, :10] = -100
+    alone(input_ids=tokens, labels=labels, use_cache=False).loss.backward()
+    mine = [x.chunk(2)[dist.get_rank()] for x in (tokens, labels)]
+    labelled = (labels[:, 1:] != -100).sum().item()  # none is for the first token
+    given = {"num_items_in_batch": labelled / 2} if counted else {}
+    with lesson.loss_parallel():
+        call = {"input_ids": mine[0], "labels": mine[1], "use_cache": False}
+        model(**call, **given).loss.backward()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    errors = [
+        torch.dist(p.grad.full_tensor(), q.grad) / q.grad.norm() for p, q in pairs
+    ]
+    return torch.stack(errors).max().item()
 
 
 def refused(config: dict[str, Any], tensor_ranks: int, folder: Path) -> str:
@@ -516,6 +542,15 @@ def test_minimal_s_calls_resume_it_on_another_mesh(
     for went_on, again in ends:
         assert len(again) == 2 and again == pytest.approx(went_on, abs=2e-5)
         assert again[1] < again[0] - 0.01
+
+
+def test_data_ranks_divide_by_their_own_labels_unless_all_are_counted(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    own = worker_pool.run(masked_on_data_ranks, tmp_path / "own", False)
+    counted = worker_pool.run(masked_on_data_ranks, tmp_path / "counted", True)
+    assert len(own) == len(counted) == 2
+    assert min(own) > 0.1 and max(counted) < 1e-5
 
 
 # --- The plan. ----------
@@ -654,6 +689,7 @@ def test_each_rank_reads_its_slices_and_the_whole_comes_back(
         assert found["kept"] == pytest.approx(found["whole"] / world_size, rel=0.01)
         assert found["saved"] == (26 if tied else 27)
         assert found["kind"] == ["Qwen2ForCausalLM"]
+        assert found["ends"] == [5, 9]
 
 
 QWEN_MOE = {"model_type": "qwen2_moe", "num_hidden_layers": 1, "num_experts": 2}

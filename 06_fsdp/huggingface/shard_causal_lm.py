@@ -3,6 +3,7 @@
 Carry away this one file. It fits what is built like Llama: dense Qwen, Mistral ...
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as activ
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 
@@ -26,6 +27,8 @@ def build_on_meta(name: str) -> Any:
     config = AutoConfig.from_pretrained(name)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with suppress(OSError):  # not all have one
+        model.generation_config = GenerationConfig.from_pretrained(name)
     stored, kind = model.state_dict(), type(model).__name__
     others = {n.rpartition(".")[0] for n, _ in model.named_buffers() if n not in stored}
     if others != {"model.rotary_emb"}:

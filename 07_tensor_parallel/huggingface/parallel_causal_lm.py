@@ -3,6 +3,7 @@
 Carry away this one file. It fits what is built like Llama: dense Qwen, Mistral ...
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 # How hidden states (B, T, D) lie on the ranks, and logits (B, T, V).
 TOKENS, WHOLE, VOCABULARY = Shard(1), Replicate(), Shard(-1)
@@ -78,6 +79,8 @@ def build_on_meta(name: str, tensor_ranks: int) -> Any:
         raise ValueError(f"{type(config).__name__}: {said}")
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with suppress(OSError):  # not all have one
+        model.generation_config = GenerationConfig.from_pretrained(name)
     stored, kind = model.state_dict(), type(model).__name__
     others = {n.rpartition(".")[0] for n, _ in model.named_buffers() if n not in stored}
     if others != {"model.rotary_emb"}:

@@ -37,14 +37,15 @@ class Plan(NamedTuple):
         return sum(self.kinds.values())
 
     @property
-    def simplicity(self) -> tuple[int, int]:
-        """Return the axes beside data, and how much is sharded: less is simpler.
+    def simplicity(self) -> tuple[int, bool, int]:
+        """Return axes beside data, if context is one, and sharding: less is simpler.
 
-        ZeRO-2 comes last: in PyTorch it is FSDP with two settings more.
+        Context ranks need an attention of their own. ZeRO-2 comes last: in PyTorch it
+        is FSDP with two settings more.
         """
-        a = self.layout
-        axes = (a.tensor > 1) + (a.pipeline > 1) + (a.context > 1)
-        return axes, ("none", "zero-1", "fsdp", "zero-2").index(a.sharding)
+        a, is_cut = self.layout, self.layout.context > 1
+        axes = (a.tensor > 1) + (a.pipeline > 1) + is_cut
+        return axes, is_cut, ("none", "zero-1", "fsdp", "zero-2").index(a.sharding)
 
 
 def divisors(n: int) -> list[int]:
@@ -183,13 +184,14 @@ def what_it_loses(job: Job, plan: Plan, first: Plan) -> str:
     if has_headroom(job, first) and not has_headroom(job, plan):
         text += ", no headroom"
     elif longer < 0.001 * first.cost.step and plan.simplicity > first.simplicity:
-        is_axis = plan.simplicity[0] > first.simplicity[0]
+        (axes, is_cut, _), (least, is_ours_cut, _) = plan.simplicity, first.simplicity
         extra = "settings" if first.layout.sharding == "fsdp" else "sharding"
-        text += f", more {'axes' if is_axis else extra}"
+        extra = "context ranks" if is_cut > is_ours_cut else extra
+        text += f", more {'axes' if axes > least else extra}"
     terms = {n: plan.cost.seconds[n] - s for n, s in first.cost.seconds.items()}
     large = sorted(terms.items(), key=lambda term: -abs(term[1]))[:3]
-    least = max(0.05 * abs(longer), 0.001 * first.cost.step)
-    changes = [f"{name}~{s:+.2f}~s" for name, s in large if abs(s) > least]
+    smallest = max(0.05 * abs(longer), 0.001 * first.cost.step)
+    changes = [f"{name}~{s:+.2f}~s" for name, s in large if abs(s) > smallest]
     return f"{text}: {', '.join(changes)}" if changes else text
 
 
