@@ -353,18 +353,31 @@ def one_thread(steps: int = 12) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def train_here(names: list[str]) -> dict[str, dict[str, Any]]:
+def noting(noted: list[tuple[int, bool]]) -> Callable[..., Any]:
+    """Return an all-reduce that notes bytes, and whether the caller goes on."""
+    all_reduce = dist.all_reduce
+
+    def note(tensor: torch.Tensor, *words: Any, async_op: bool = False, **more: Any):
+        noted.append((tensor.nbytes, async_op))
+        return all_reduce(tensor, *words, async_op=async_op, **more)
+
+    return note
+
+
+def train_here(names: list[str]) -> dict[str, Any]:
     """Train in some ways on this rank, then once more, each broken in one place."""
     training, table = module("training"), module("table_of_ways")
-    tokens, runs = module("text").read_tokens(), {}
+    tokens, runs, buckets = module("text").read_tokens(), {}, []
     with one_thread(FEW):
         for name in names:
-            runs[name] = training.train_in_way(table.ALL[name], tokens)._asdict()
+            noted = buckets if name == "buckets, by hooks" else []
+            with mock.patch.object(dist, "all_reduce", noting(noted)):
+                runs[name] = training.train_in_way(table.ALL[name], tokens)._asdict()
         for name, (where, attribute, value, _) in SABOTAGE.items():
             with patched(where, attribute, value):
                 run = training.train_in_way(table.ALL[name], tokens)
             runs[f"broken: {name}"] = run._asdict()
-    return runs
+    return runs | {"buckets": buckets}
 
 
 def resume_here(folder: str) -> dict[str, Any]:
@@ -428,6 +441,11 @@ def test_a_way_of_each_family_is_right_and_each_broken_one_is_found(
     make = module("training").Run
     names = ["naive", *SABOTAGE]
     by_rank = worker_pool.run(train_here, names)
+    # Three full buckets and the rest, and none waits for another; then the loss.
+    each_step = [(131_584, True), (132_096, True), (115_200, True), (90_624, True)]
+    sent = [one.pop("buckets") for one in by_rank]
+    assert sent == [[*each_step, (4, False)] * FEW] * 2
+    assert sum(nbytes for nbytes, _ in each_step) == WHOLE
     runs = {
         name: [make(**by_rank[rank][name]) for rank in range(2)] for name in by_rank[0]
     }
@@ -449,7 +467,7 @@ def test_a_way_of_each_family_is_right_and_each_broken_one_is_found(
         assert runs[name][0].due + runs[name][1].due == pytest.approx(
             2 * due[name], rel=0.03
         ), name
-    assert len(due) == 6
+    assert len(due) == 6 and assert_measured(references | runs) == 10
     for name, (_, _, _, words) in SABOTAGE.items():
         broken = {"naive": runs["naive"], name: runs[f"broken: {name}"]}
         found = faults(references | broken, [name])
@@ -521,12 +539,51 @@ def test_a_killed_run_resumes(worker_pool: WorkerPool, tmp_path: Path) -> None:
     assert by_rank == [expected, expected]
 
 
+def assert_measured(runs: dict[str, list[Any]]) -> int:
+    """Hold bytes due and at the peak against the pictures'; return how many ways."""
+    record = json.loads(NUMBERS.read_text())["ways"]
+    # How many rows experts send, and need memory for, depends on the text.
+    record = {n: r for n, r in record.items() if n in runs and n != "experts"}
+    due = {n: sum(run.due for run in runs[n]) / len(runs[n]) for n in record}
+    peak = {n: max(run.peak for run in runs[n]) for n in record}
+    for found, what in ((due, "sent"), (peak, "peak")):
+        assert found == pytest.approx({n: r[what] for n, r in record.items()}, rel=0.05)
+    return len(record)
+
+
 def train_others(names: list[str]) -> dict[str, dict[str, Any]]:
     """Train in some ways on this rank."""
     training, table = module("training"), module("table_of_ways")
     tokens = module("text").read_tokens()
     with one_thread(FEW):
         return {n: training.train_in_way(table.ALL[n], tokens)._asdict() for n in names}
+
+
+def train_on_three_axes(shape: tuple[int, ...]) -> dict[str, Any]:
+    """Train as on 2 x 2 x 2 ranks, on four: one axis has one rank."""
+    ways, way = module("ways_split"), module("table_of_ways").ALL["2x2x2"]
+    whole, tokens = ways.init_device_mesh, module("text").read_tokens()
+
+    def smaller(device: str, _: Any, **names: Any) -> Any:
+        return whole(device, shape, **names)
+
+    with one_thread(FEW), mock.patch.object(ways, "init_device_mesh", smaller):
+        way = way._replace(shards=shape[0])
+        return module("training").train_in_way(way, tokens)._asdict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 1)])
+def test_two_of_three_axes_give_one_process(
+    worker_pool: WorkerPool, alone: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    by_rank = worker_pool.run(train_on_three_axes, shape, world_size=4)
+    runs = [module("training").Run(**run) for run in by_rank]
+    faults_of, right = module("comparison").faults_of, alone["one process"]
+    assert [faults_of("", run, right) for run in runs] == [[]] * 4
+    # Stages and matrices are split, and what is left is sharded.
+    whole = 16 * MODEL
+    assert all(run.kept < 0.4 * whole for run in runs)
 
 
 @pytest.mark.slow
@@ -543,7 +600,7 @@ def test_all_other_ways_that_are_no_launchers_are_right(
         ]
         by_rank = worker_pool.run(train_others, names, world_size=ranks)
         runs |= {name: [make(**each[name]) for each in by_rank] for name in names}
-    assert len(runs) == 29
+    assert len(runs) == 29 and assert_measured(runs) == 20
     assert faults(runs, runs) == []
 
 
@@ -600,7 +657,8 @@ def test_ctrl_c_ends_a_launcher_with_its_ranks(
         (["--json=no/x.json"], None, "--json no/x.json: there is no folder no"),
         (["--json=."], None, "--json .: this is a folder"),
         (["--only", "slurm"], None, "--only: no way is called 'slurm'; there are one"),
-        (["--only", ""], None, "--only: no way is called ''; there are one"),
+        (["--only", ""], None, "--only: no way is called ''; there are one process,"),
+        (["--only", "naive", " "], None, "--only: no way is called ' '; there are"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -618,6 +676,97 @@ def test_bad_input_is_one_line(
     said = capsys.readouterr()
     assert ended.value.code == 2 and said.out == ""
     assert said.err.startswith(f"one_result.py: {line}") and said.err.count("\n") == 1
+
+
+def test_ranks_train_what_is_asked_of_them_and_not_handed_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches, run, trained = module("launches"), invented_run("one process", 0), []
+
+    def train(way: Any, tokens: Any) -> Any:
+        trained.append(way)
+        return run
+
+    monkeypatch.setattr(launches, "train_in_way", train)
+    monkeypatch.setattr(launches, "read_tokens", lambda: None)
+    names = ["one process", module("table_of_ways").EXPERTS_ALONE, "naive"]
+    ways = {name: module("table_of_ways").ALL[name] for name in names}
+    (tmp_path / f"{names[0]}.0").touch()
+    # One that has ended before torchrun started its ranks anew is left alone.
+    assert next(launches.launches(tmp_path, ways)) == ""
+    assert trained == [ways[names[1]]]
+    (tmp_path / f"{names[0]}.0").unlink()
+    assert list(launches.handed_in(tmp_path)) == [names[1]]
+
+
+def test_a_rank_that_dies_is_told_and_the_other_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches, ranks = module("launches"), [mock.Mock(), mock.Mock()]
+    error = launches.mp.ProcessRaisedException("at\nRuntimeError: no\n", 1, 7)
+    started = mock.Mock(processes=ranks, join=mock.Mock(side_effect=[False, error]))
+    monkeypatch.setattr(launches.mp, "spawn", lambda *_, **__: started)
+    assert launches.start_by_spawn(tmp_path) == "mp.spawn: RuntimeError: no"
+    assert [rank.kill.call_count for rank in ranks] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("what", "faults"),
+    [
+        ("", ""),
+        ("weight", "naive, rank 1: a loss is 0e+00 apart and a weight 2e-05"),
+        ("launch", "naive: 0 of 2 ranks have ended\n  mp.spawn: a rank has died"),
+    ],
+)
+def test_the_command_fails_if_a_run_or_a_launch_does(
+    what: str,
+    faults: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    runs, launches, steps = invented_runs(), module("launches"), mock.Mock()
+    runs = {name: runs[name] for name in ("one process", "naive")}
+    runs["naive"][1] = changed(runs["naive"][1], what)
+    there: dict[str, Any] = {}
+
+    def launched(folder: Path, ways: dict[str, Any]) -> Iterator[str]:
+        assert list(ways) == list(runs)
+        there["one process"] = runs["one process"]
+        yield ""
+        if what == "launch":
+            yield "mp.spawn: a rank has died"
+        there["naive"] = runs["naive"]
+        yield ""
+
+    words = ["one_result.py", f"--json={tmp_path / 'runs'}", "--only", "naive"]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(launches, "launches", launched)
+    monkeypatch.setattr(launches, "handed_in", lambda folder: dict(there))
+    monkeypatch.setattr(signal, "signal", steps)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with one_thread():
+        try:
+            module("one_result").main()
+            ended: Any = ""
+        except SystemExit as end:
+            ended = end.code
+    told = capsys.readouterr().out.splitlines()
+    begins = ["way  ", "one p", *(["naive"] if what != "launch" else [])]
+    if what:
+        said = f"one_result.py: not the same result:\n  {faults}"
+        assert str(ended).startswith(said)
+        assert [line[:5] for line in told] == begins
+        assert not (tmp_path / "runs").exists()
+    else:
+        assert [line[:5] for line in told] == [*begins, "2 way", "check"]
+        record = json.loads((tmp_path / "runs").read_text())
+        assert ended == "" and list(record["ways"]) == list(runs)
+    # Ended politely, it ends by an exception, and so its ranks too.
+    ((number, handler),) = (call.args for call in steps.mock_calls)
+    with pytest.raises(SystemExit, match="143"):
+        handler(number, None)
+    assert number == signal.SIGTERM
 
 
 def draw(monkeypatch: pytest.MonkeyPatch, numbers: Path, out: Path) -> None:

@@ -143,7 +143,7 @@ def asked_for(only: list[str]) -> dict[str, Way]:
 
     Eight ranks are started only where their way is asked for by its name.
 
-    Raises ValueError if a word is in none.
+    Raises ValueError if a word is in none, or blank.
     """
     if not only:
         return {name: way for name, way in ALL.items() if name != ON_REQUEST}
@@ -156,7 +156,7 @@ def asked_for(only: list[str]) -> dict[str, Way]:
             and word.lower() in f"{name} {way.start}".lower()
             and (name != ON_REQUEST or word.lower() == name)
         }
-        if not chosen:
+        if not chosen or not word.strip():
             raise ValueError(f"no way is called {word!r}; there are {', '.join(WAYS)}")
         found |= chosen
     if found.keys() & WRONG.keys():  # beside what is right, and with either eps
