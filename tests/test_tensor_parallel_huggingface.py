@@ -5,6 +5,7 @@ import copy
 import io
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from lessons import in_the_pool
 from scripts import load_chapter
 from tiny_gpt import write_text, write_tokenizer
-from worker_pool import RankError, WorkerPool
+from worker_pool import RankError, RankFailure, WorkerPool
 
 ROOM = "07_tensor_parallel/huggingface"
 B, T, D, V, LAYERS = 4, 32, 128, 256, 2
@@ -74,8 +75,10 @@ def run_causal_lm(fault: str, *words: str) -> tuple[Any, str]:
             dist.all_gather(both, mine.contiguous())
             mine.copy_(both[1 - dist.get_rank()])
 
+    world = {"WORLD_SIZE": "3"} if fault == "one of three ranks" else {}
     with (
         in_the_pool(lesson, *words),
+        mock.patch.dict(os.environ, world),
         mock.patch.object(lesson, "write_checkpoint", written),
         mock.patch.object(lesson, "load_split", loaded),
         mock.patch.object(lesson, "save_gathered", saved),
@@ -188,6 +191,15 @@ def inputs_of(case: str) -> dict[str, Any]:
         parts = torch.cat([torch.arange(20), torch.arange(T - 20)])
         call["position_ids"] = parts.expand(B, T)
     return call
+
+
+def odd_tokens() -> None:
+    """Split a model over two ranks, and give it 31 tokens."""
+    ours, lesson = modules()
+    model = build("llama", {})
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    ours.split_over_ranks(model, mesh)
+    lesson.compute_gradients(model, inputs_of("")["input_ids"][:, :31])
 
 
 def changed_plan(plan: dict[str, Any], change: str) -> dict[str, Any]:
@@ -431,6 +443,7 @@ def refused(config: dict[str, Any], tensor_ranks: int, folder: Path) -> str:
 
     ours, _ = modules()
     AutoConfig.for_model(**config).save_pretrained(folder)
+    (folder / "model.safetensors").touch()
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
     try:
         model = ours.build_on_meta(str(folder), tensor_ranks)
@@ -512,7 +525,13 @@ def test_a_checkpoint_of_your_own_reads_your_text_by_its_tokenizer(
     ("words", "said"),
     [
         (["--model=x"], "--model needs --save=FOLDER, too"),
-        (["--tensor=2"], "--tensor=2 does not divide the number of ranks"),
+        (["--tensor=2"], "--tensor=2 does not divide the number of ranks, or 64 to.*"),
+        (["--tensor=3"], "--tensor=3 does not divide the number of ranks, or 64 to.*"),
+        (["--save={folder}/file"], "--save=.*/file: this is a file"),
+        (
+            ["--model={folder}/config", "--save=x", "--tensor=1"],
+            ".*/config: there is no model[*].safetensors",
+        ),
         (
             ["--model={folder}", "--save=x", "--tensor=1"],
             "Unrecognized model in .*",
@@ -527,7 +546,12 @@ def test_wrong_words_are_refused_in_one_line(
     worker_pool: WorkerPool, tmp_path: Path, words: list[str], said: str
 ) -> None:
     words = [word.format(folder=tmp_path) for word in words]
-    ((code, output),) = worker_pool.run(run_causal_lm, "", *words, world_size=1)
+    (tmp_path / "file").touch()
+    (tmp_path / "config").mkdir()
+    config = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64}
+    (tmp_path / "config" / "config.json").write_text(json.dumps(config))
+    three = "one of three ranks" if "--tensor=3" in words else ""
+    ((code, output),) = worker_pool.run(run_causal_lm, three, *words, world_size=1)
     assert code == 2
     # What transformers imports on first use may say a line of its own before.
     line = output.strip().splitlines()[-1]
@@ -633,6 +657,12 @@ def test_wrong_style_says_so(worker_pool: WorkerPool, change: str, said: str) ->
     with pytest.raises(RankError) as caught:
         worker_pool.run(wrong_gradients, "qwen2", "", change, {})
     assert re.search(said, caught.value.traceback)
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_divide_the_tokens_abort(worker_pool: WorkerPool) -> None:
+    with pytest.raises(RankFailure, match="Received data size doesn't match"):
+        worker_pool.run(odd_tokens)
 
 
 def test_buffers_stay_plain(worker_pool: WorkerPool) -> None:

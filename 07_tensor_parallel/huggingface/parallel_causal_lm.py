@@ -85,6 +85,8 @@ def build_on_meta(name: str, tensor_ranks: int) -> Any:
     others = {n.rpartition(".")[0] for n, _ in model.named_buffers() if n not in stored}
     if others != {"model.rotary_emb"}:
         raise ValueError(f"{kind} has buffers in {others or None}, not in a rotary_emb")
+    if Path(name).is_dir() and not any(Path(name).glob("model*.safetensors")):
+        raise ValueError(f"{name}: there is no model*.safetensors")
     return model
 
 
