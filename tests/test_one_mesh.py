@@ -361,18 +361,46 @@ def calls_in(lines: list[str]) -> dict[str, tuple[int, int]]:
     return found
 
 
+def run_and_note(shape: tuple[int, ...]) -> tuple[Any, list[tuple[bool, bool]]]:
+    """Be a rank of train.py; note what is compared: alike in shape, a parameter?"""
+    distance, pairs = torch.dist, []
+
+    def noted(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        pairs.append((ours.shape == right.shape, right.requires_grad))
+        return distance(ours, right)
+
+    with mock.patch.object(torch, "dist", noted):
+        return run_with("", shape), pairs
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_two_of_three_axes_give_one_process(
     worker_pool: WorkerPool, shape: tuple[int, ...]
 ) -> None:
-    ends = worker_pool.run(run_with, "", shape, world_size=4)
+    found = worker_pool.run(run_and_note, shape, world_size=4)
+    ends = [end for end, _ in found]
     assert [status for status, _, _ in ends] == [0] * 4, ends[0][2]
     assert [said for _, said, _ in ends[1:]] == [""] * 3
+    # The losses; each of the stage's parameters, which one process has whole, and its
+    # gradient. A block has 10, the first stage 2 more and the last 3.
+    by_stage = {(1, 2, 2): [22, 22, 23, 23], (2, 1, 2): [45] * 4}
+    due = by_stage.get(shape, [22, 23, 22, 23])
+    for n, (_, pairs) in zip(due, found, strict=True):
+        assert pairs == [(True, False), *[(True, True), (True, False)] * n]
     text = ends[0][1]
     first, last = text.split("rank 3 | ")
     assert [calls_in(part.splitlines()) for part in (first, last)] == CALLS[shape]
-    numbers = re.findall(r"\| ([\d,]+) numbers", text)
+    blocks, numbers = zip(
+        *re.findall(r"^rank [03] \| blocks ([\d ]+) \| (.*) numbers$", text, re.M),
+        strict=True,
+    )
+    assert blocks == (("0 1 2 3",) * 2 if shape[1] == 1 else ("0 1", "2 3"))
     assert [int(n.replace(",", "")) for n in numbers] == list(NUMBERS[shape])
+    # FSDP cuts what the tensor axis has cut already, if it has more than one rank.
+    by_fsdp = "_StridedShard(dim=0, sf=2)" if shape[2] == 2 else "Shard(dim=0)"
+    rows = 64 // (shape[0] * shape[2])
+    weight = f"    query.weight ({rows}, 64) of (64, 64): ({by_fsdp}, Shard(dim=0))"
+    assert [line for line in text.splitlines() if "query" in line] == [weight] * 2
     (apart,) = re.findall(r"^check: .* within (\S+); calls as by formula$", text, re.M)
     assert 0 < float(apart) < 1e-11
 

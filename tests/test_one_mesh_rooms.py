@@ -168,14 +168,30 @@ def test_a_mesh_of_given_ranks_counts_as_they_lie(worker_pool: WorkerPool) -> No
     assert found == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
+def with_fewer_tokens() -> tuple[str, list[int]]:
+    """Run axes_swapped.py with 192 tokens; return its words, and bytes by message."""
+    sent, all_reduce = [], dist.all_reduce
+
+    def noted(message: torch.Tensor, group: Any) -> None:
+        sent.append(message.nbytes)
+        all_reduce(message, group=group)
+
+    old, new = "TOKENS = 4, 128, 1024", "TOKENS = 4, 128, 192"
+    with mock.patch.object(dist, "all_reduce", noted):
+        return run_changed("axes_swapped", old, new), sent
+
+
 def test_gradients_are_larger_below_one_and_a_half_widths(
     worker_pool: WorkerPool,
 ) -> None:
     # 192 tokens are 1.5 times the width; then both orders send as much.
-    old, new = "TOKENS = 4, 128, 1024", "TOKENS = 4, 128, 192"
-    said = worker_pool.run(run_changed, "axes_swapped", old, new, world_size=4)
+    found = worker_pool.run(with_fewer_tokens, world_size=4)
+    said = [text for text, _ in found]
     assert re.findall(r"([\d.]+) MB leave", said[0]) == ["3.1", "3.1"]
     assert said[1:] == [""] * 3
+    # In each order 16 messages of activations and one of gradients, as it counts.
+    messages = [192 * 128 * 4] * 16 + [4 * 12 * 128**2 // 2 * 4]
+    assert [sent for _, sent in found] == [messages * 2] * 4
 
 
 @pytest.mark.slow
@@ -418,6 +434,25 @@ def test_norms_of_other_sums(worker_pool: WorkerPool) -> None:
     expected = [round(too_large), pytest.approx(1 / too_large, abs=1e-4)]
     assert [second for _, second, _ in found] == [expected] * 4
     assert [third for _, _, third in found] == [[25, 0.04]] * 4
+
+
+def small_and_large() -> str:
+    """Run norm_of_one_axis.py with a stage whose gradient is short enough."""
+    code = (ROOT / MISTAKES / "norm_of_one_axis.py").read_text()
+    changed = code.replace("[[6.0, 3.0], [16.0, 16.0]]", "[[0.3, 0.4], [3.0, 4.0]]")
+    changed = changed.replace("[2.0, 8.0]", "[0.0, 0.0]")
+    return run_changed("norm_of_one_axis", code, changed)
+
+
+def test_a_short_gradient_is_left_as_it_is(worker_pool: WorkerPool) -> None:
+    said = worker_pool.run(small_and_large, world_size=4)
+    norms = ["stage 0: norm 0, times 1.0000"] * 2 + [
+        "stage 1: norm 5, times 0.2000"
+    ] * 2
+    # (0.3, 0.4, 3, 4) becomes (0.3, 0.4, 0.6, 0.8).
+    norm, cosine = 1.25**0.5, 5.25 / (25.25 * 1.25) ** 0.5
+    clipped = f"clipped to norm {norm:.2f}, direction: cosine {cosine:.2f}"
+    assert [text.splitlines() for text in said] == [[x, clipped] for x in norms]
 
 
 # --- An average over the world. ----------
