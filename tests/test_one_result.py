@@ -231,7 +231,16 @@ def test_rows_fit_the_page_and_show_the_worst_rank() -> None:
     assert not [fault for fault in faults(runs) if "bytes" in fault]
     four[1] = changed(four[1], "no number")
     assert comparison.row("DDP, 4 ranks", runs).split()[-5] == "nan"
-    said = comparison.closing_lines(invented_runs())
+    runs = invented_runs()
+    said = comparison.closing_lines(runs)
+    # With the usual eps a sum in place of a mean does not show.
+    shows = {"gradients: a sum over ranks": ["1e-01", "0", "0", "0"]}
+    shows["tensor: a term of a gradient"] = ["1e-01", "0", "1e-01", "0"]
+    shows |= {"pipeline: a sum of means": ["1e-01", "0", "0", "0"], "naive": ["0"] * 4}
+    assert {line[:28].strip(): line[28:].split() for line in said[1:5]} == shows
+    usual = {name: float(words[2]) for name, words in shows.items()}
+    record = comparison.record_of(runs)["usual_eps"]
+    assert {n: loss for n, (loss, _) in record.items()} == pytest.approx(usual)
     assert len(said) == 7 and {len(line) for line in said[:5]} == {64}
     assert said[-1].startswith("check: 27 ways, 64 ranks: losses 0e+00 from one proc")
 
@@ -468,6 +477,8 @@ def test_a_way_of_each_family_is_right_and_each_broken_one_is_found(
             2 * due[name], rel=0.03
         ), name
     assert len(due) == 6 and assert_measured(references | runs) == 10
+    # TCP counts what gloo adds, too.
+    assert [run.sent == run.due for name in names for run in runs[name]] == [False] * 18
     for name, (_, _, _, words) in SABOTAGE.items():
         broken = {"naive": runs["naive"], name: runs[f"broken: {name}"]}
         found = faults(references | broken, [name])
