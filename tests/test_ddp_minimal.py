@@ -690,14 +690,15 @@ def test_each_rank_keeps_half_of_weights_and_moments(worker_pool: WorkerPool) ->
 class TwoAxes(NamedTuple):
     """What a rank of chapter 09's minimal.py prints, ends with, and does.
 
-    The seeds that it sets; each unit of FSDP and the ranks that share it; what DTensor
-    warns of.
+    The seeds that it sets; each unit of FSDP and the ranks that share it, and the
+    dtypes of its policies; what DTensor warns of.
     """
 
     said: str
     error: str
     seeds: list[int]
     units: list[tuple[str, list[int]]]
+    dtypes: set[tuple[Any, Any]]
     warnings: int
 
 
@@ -796,7 +797,9 @@ def on_two_axes(folder: str, fault: str = "", **sizes: Any) -> TwoAxes:
         (type(call.args[0]).__name__, call.kwargs["mesh"].mesh.tolist())
         for call in shard.mock_calls
     ]
-    return TwoAxes(output.getvalue(), error, seen, units, warned.call_count)
+    policies = [call.kwargs["mp_policy"] for call in shard.mock_calls]
+    dtypes = {(policy.param_dtype, policy.reduce_dtype) for policy in policies}
+    return TwoAxes(output.getvalue(), error, seen, units, dtypes, warned.call_count)
 
 
 def without_tie(folder: str) -> TwoAxes:
@@ -851,7 +854,11 @@ def test_two_axes_train_as_fsdp_does_and_take_up_each_other_s_shards(
         [("FSDPBlock", ranks), ("FSDPGPT", ranks)] for ranks in shards
     ]
     assert [end.warnings for end in ends] == [0] * 4
-    # FSDP alone goes on from there.
+    assert [end.dtypes for end in ends] == [{(None, torch.float32)}] * 4
+    # Of two checkpoints it takes the last, which leaves nothing to do.
+    done, *_ = worker_pool.run(on_two_axes, str(tmp_path), world_size=4)
+    assert done.said == "(2, 2) ranks on cpu: 2 of 2 epochs done\n"
+    # FSDP alone goes on from the first.
     fsdp = tmp_path / "fsdp"
     after_one_epoch(tmp_path, fsdp)
     worker_pool.run(sharded, str(fsdp), "", SAMPLES, world_size=2)
