@@ -385,8 +385,8 @@ def test_two_of_three_axes_give_one_process(
     # gradient. A block has 10, the first stage 2 more and the last 3.
     due = [45] * 4 if shape[1] == 1 else [22, 23, 22, 23]
     due = sorted(due) if shape[2] == 2 else due
-    for n, (_, pairs) in zip(due, found, strict=True):
-        assert pairs == [(True, False), *[(True, True), (True, False)] * n]
+    each = [(True, True), (True, False)]
+    assert [pairs for _, pairs in found] == [[(True, False), *each * n] for n in due]
     text = ends[0][1]
     first, last = text.split("rank 3 | ")
     assert [calls_in(part.splitlines()) for part in (first, last)] == CALLS[shape]

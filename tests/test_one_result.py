@@ -558,7 +558,7 @@ def assert_measured(runs: dict[str, list[Any]]) -> int:
     due = {n: sum(run.due for run in runs[n]) / len(runs[n]) for n in record}
     peak = {n: max(run.peak for run in runs[n]) for n in record}
     for found, what in ((due, "sent"), (peak, "peak")):
-        assert found == pytest.approx({n: r[what] for n, r in record.items()}, rel=0.05)
+        assert found == pytest.approx({n: r[what] for n, r in record.items()}, rel=0.1)
     return len(record)
 
 
@@ -593,8 +593,7 @@ def test_two_of_three_axes_give_one_process(
     faults_of, right = module("comparison").faults_of, alone["one process"]
     assert [faults_of("", run, right) for run in runs] == [[]] * 4
     # Stages and matrices are split, and what is left is sharded.
-    whole = 16 * MODEL
-    assert all(run.kept < 0.4 * whole for run in runs)
+    assert max(run.kept for run in runs) < 0.4 * 16 * MODEL
 
 
 @pytest.mark.slow

@@ -65,22 +65,22 @@ def largest_difference(model: Any, alone: Any, mine: Tensor, tokens: Tensor) -> 
 
 def main(options: argparse.Namespace) -> None:
     """Load, train and save a split model; compare with one process."""
-    name, n, length = options.model or "", options.tensor, 64
+    name, n, T = options.model or "", options.tensor, 64
     if name and not options.save:
         fail("--model needs --save=FOLDER, too")
     if os.path.isfile(options.save or ""):
         fail(f"--save={options.save}: this is a file")
     world_size = int(os.environ.get("WORLD_SIZE", str(n)))
-    shape, tokenizer = (world_size // n, n), None
-    if world_size % n or length % n:
-        fail(f"--tensor={n} does not divide the number of ranks, or {length} tokens")
+    shape = world_size // n, n
+    if world_size % n or T % n:
+        fail(f"--tensor={n} does not divide the number of ranks, or {T} tokens")
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as own:
         write_checkpoint(own)  # every rank its own
         try:
             build_on_meta(name or own, n)
             tokenizer = load_tokenizer(name) if name else None
-            words = read_batches(options.text, tokenizer, 4, 4 * shape[0], length)
+            words = read_batches(options.text, tokenizer, 4, 4 * shape[0], T)
         except (OSError, ValueError) as error:
             fail(str(error).splitlines()[0])
         device = join(at_least=2)
