@@ -198,7 +198,7 @@ def odd_tokens() -> None:
     ours, lesson = modules()
     model = build("llama", {})
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-    ours.split_over_ranks(model, mesh)
+    ours.split_over_ranks(model, mesh, None)
     lesson.compute_gradients(model, inputs_of("")["input_ids"][:, :31])
 
 

@@ -1,8 +1,7 @@
 """Train a Hugging Face causal language model whose layers are split over ranks.
 
 Run: torchrun --nproc-per-node=2 07_tensor_parallel/huggingface/causal_lm.py
-Expect: the losses and gradients of one process, and of the saved model. With 4 ranks,
-    2 split each layer, 2 the batch. --model=NAME_OR_PATH --text=FILE trains your own.
+Expect: the losses of one process. --model=NAME_OR_PATH --text=FILE trains your own.
 """
 
 import argparse
