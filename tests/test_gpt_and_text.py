@@ -1,6 +1,7 @@
 """The GPT and its text, model.py and data.py, which chapters from 03 on share."""
 
 import os
+import sysconfig
 from argparse import Namespace
 from itertools import chain
 from pathlib import Path
@@ -57,6 +58,30 @@ def test_standard_library_is_the_corpus_in_a_fixed_order() -> None:
     assert len(files) > 300
     assert "site-packages" not in {part for path in files for part in path.parts}
     assert "test_argparse.py" not in names
+
+
+def test_installed_packages_are_not_searched_for_the_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "site-packages" / "torch").mkdir(parents=True)
+    (tmp_path / "json" / "sub").mkdir(parents=True)
+    for name in ("abc.py", "other.py", "json/sub/z.py", "site-packages/torch/t.py"):
+        (tmp_path / name).touch()
+    scanned, scandir = [], os.scandir
+
+    def noted(folder: Any) -> Any:
+        scanned.append(Path(folder).name)
+        return scandir(folder)
+
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(os, "scandir", noted)
+    files = module("data").find_files(None)
+    assert [path.relative_to(tmp_path).as_posix() for path in files] == [
+        "abc.py",
+        "json/sub/z.py",
+    ]
+    # Below it lie a hundred times as many files.
+    assert not {"site-packages", "torch"} & set(scanned) and "json" in scanned
 
 
 def test_folder_of_text_leaves_out_binary_and_hidden_files(tmp_path: Path) -> None:
