@@ -31,7 +31,7 @@ def hides_from(job: Job) -> float:
     link = cluster.inside
     if cluster.devices > cluster.per_host:
         link = cluster.per_host * cluster.between
-    return 6 * 0.6 * cluster.flops / (4 * link)
+    return 6 * 0.55 * cluster.flops / (4 * link)
 
 
 def choose(job: Job) -> Layout | None:
