@@ -82,7 +82,14 @@ class ServedTable(Table):
     """A table that starts from the server's file; made by the master's call."""
 
     def __init__(self, rows: int, seed: int) -> None:
-        """Make or load the numbers here, where the server's process can find them."""
+        """Make or load the numbers here, where the server's process can find them.
+
+        Raises RuntimeError if it has a table: its file, and the checks, are of one.
+        """
+        if HERE.table is not None:
+            raise RuntimeError(
+                "the server has a table: a second one would not be saved"
+            )
         super().__init__(rows, WIDTH, seed)
         if HERE.file and HERE.file.exists():
             with torch.no_grad():

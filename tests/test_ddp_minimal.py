@@ -32,6 +32,9 @@ from zero_ranks import Pools, forget_earlier_group
 pytestmark = pytest.mark.filterwarnings("error")
 
 SMALL = {"layers": 1, "width": 32, "heads": 2}
+# How far weights may end apart: AdamW divides a small gradient by itself, rounding and
+# all. The text, another in each version of Python, has gradients near 0 or not.
+ROUNDED = 1e-4
 FILE = "resumable.pt"  # what minimal_resumable.py saves, and chapter 06's takes up
 
 
@@ -88,7 +91,7 @@ def test_two_ranks_train_as_one_process(worker_pool: WorkerPool, chapter: str) -
         both_ways, chapter, world_size=2
     )
     assert tensors == 15
-    assert apart < 1e-5
+    assert apart < ROUNDED
     assert said.splitlines()[0].startswith("step  4 | loss 4.")
     assert said == said_alone
     # Rank 1 neither prints nor saves.
@@ -1234,7 +1237,7 @@ def test_every_stage_of_zero_trains_as_one_process(
         with_zero, str(tmp_path), stage, "", world_size=2
     )
     assert tensors == 15
-    assert apart < 1e-5
+    assert apart < ROUNDED
     assert said.splitlines()[0].startswith("step  4 | loss 4.")
     assert said == said_alone
     assert other[2] == ""

@@ -3,12 +3,14 @@
 import contextlib
 import io
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from launch import ROOT
 from lessons import in_the_pool
@@ -105,6 +107,76 @@ def train_and_accumulate(accumulates: bool) -> dict[str, Any]:
     return found
 
 
+def rates_of_a_schedule(is_together: bool) -> list[float]:
+    """Take three steps under accelerate; return the rates of a schedule of six."""
+    forget_earlier_group()
+    module: Any = load_chapter(ROOM)["with_accelerate"]
+    module.prepare(module.CONFIG)
+    plugin = module.DeepSpeedPlugin(hf_ds_config=module.CONFIG)
+    named = [module.InitProcessGroupKwargs(backend="gloo")]
+    accelerator = module.Accelerator(deepspeed_plugin=plugin, kwargs_handlers=named)
+    model: Any = module.small_model()
+    samples: Any = torch.ones(24, 4, dtype=torch.long)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1.0)
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(adamw, lambda n: 1 - n / 6)
+    loader = torch.utils.data.DataLoader(samples, batch_size=4)
+    parts = accelerator.prepare(model, adamw, loader, *[schedule] * is_together)
+    schedule = parts[-1] if is_together else schedule
+    rates = []
+    for batch in parts[2]:
+        accelerator.backward(parts[0](input_ids=batch, labels=batch).loss)
+        schedule.step()
+        rates += schedule.get_last_lr()
+    module.AcceleratorState._reset_state(reset_partial_state=True)
+    return rates
+
+
+def first_step_of_trainer(kind: str, mends: bool, steps: int) -> list[float]:
+    """Take Trainer's first step; return loss and gradient norm, and one process's."""
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+    from transformers.models.qwen2 import modeling_qwen2
+
+    forget_earlier_group()
+    modules: Any = load_chapter(ROOM)
+    module = modules["with_trainer"]
+    module.prepare(module.CONFIG)
+    config = modules["qwen"].small_config()
+    config.num_labels, config.pad_token_id = 3, 0
+    torch.manual_seed(0)
+    model = getattr(modeling_qwen2, f"Qwen2For{kind}")(config)
+    rows = torch.randint(1, 256, (16, 8))
+    labels = rows[:, 0] % 3 if kind == "SequenceClassification" else rows
+    loss = model(input_ids=rows, labels=labels).loss
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    due = [loss.item(), torch.nn.utils.get_total_norm(gradients).item()]
+    model.zero_grad()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            deepspeed=module.CONFIG,
+            use_cpu=True,
+            per_device_train_batch_size=16 // dist.get_world_size() // steps,
+            gradient_accumulation_steps=steps,
+            max_steps=1,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            dataloader_pin_memory=False,
+            disable_tqdm=True,
+        )
+        pairs = zip(rows, labels, strict=True)
+        dataset: Any = [{"input_ids": row, "labels": label} for row, label in pairs]
+        trainer = Trainer(model, arguments, train_dataset=dataset)
+        trainer.remove_callback(PrinterCallback)
+        if mends:
+            trainer.model_accepts_loss_kwargs = False
+        trainer.train()
+        log = trainer.state.log_history[0]
+    module.AcceleratorState._reset_state(reset_partial_state=True)
+    return [log["loss"] / due[0], log["grad_norm"] / due[1]]
+
+
 def save_with_accelerate(folder: str, stage: int, gathers: bool) -> str:
     """Train, save and load; return an error's text, and leave the weights in a file."""
     forget_earlier_group()
@@ -172,6 +244,34 @@ def test_without_accumulate_every_batch_takes_a_step_and_nobody_says_so(
             assert apart < 2e-5 if steps == 3 else apart > 1e-3
     page = " ".join((ROOT / ROOM / "README.md").read_text("utf-8").split())
     assert "reports 2 and still steps after every batch: in 6 batches 6 steps" in page
+
+
+@pytest.mark.parametrize(
+    ("is_together", "each"), [(True, 2), pytest.param(False, 1, marks=pytest.mark.slow)]
+)
+def test_a_schedule_given_to_prepare_takes_a_step_for_each_rank(
+    zero_pools: Pools, is_together: bool, each: int
+) -> None:
+    found = zero_pools(2).run(rates_of_a_schedule, is_together, world_size=2)
+    due = [1 - each * step / 6 for step in (1, 2, 3)]
+    assert [pytest.approx(rates) for rates in found] == [due] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "mends", "steps", "factor"),
+    [
+        ("SequenceClassification", False, 2, 4),
+        ("SequenceClassification", True, 2, 1),
+        pytest.param("SequenceClassification", False, 1, 2, marks=pytest.mark.slow),
+        pytest.param("CausalLM", False, 2, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_classifier_s_gradients_are_too_large_under_trainer(
+    zero_pools: Pools, kind: str, mends: bool, steps: int, factor: float
+) -> None:
+    """By ranks and by accumulation steps, unless one line mends it."""
+    found = zero_pools(2).run(first_step_of_trainer, kind, mends, steps, world_size=2)
+    assert [pytest.approx(times, rel=1e-4) for times in found] == [[factor] * 2] * 2
 
 
 def test_accelerate_saves_shards_to_resume_and_one_file_of_weights(

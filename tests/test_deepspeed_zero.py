@@ -28,6 +28,7 @@ from launch import ROOT, Result, clean_environment, python, run, torchrun
 from lessons import in_the_pool
 from scripts import load_chapter
 from tiny_gpt import write_tokenizer
+from worker_pool import RankError, WorkerPool
 from zero_ranks import Pools
 
 CHAPTER = "05_deepspeed_zero"
@@ -389,6 +390,25 @@ def frozen_and_generated(stage: int) -> dict[str, Any]:
         found["whole"] = first.numel() == first.shape.numel() == 256 * 128
     engine.destroy()
     return found
+
+
+def evaluate_unequally(stage: int) -> int:
+    """Evaluate one batch on rank 0 and two on rank 1; return how many."""
+    modules = prepare()
+    config: Any = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {}}
+    config["zero_optimization"]["stage"] = stage
+    config |= {"zero_allow_untested_optimizer": True}
+    modules["deepspeed_setup"].prepare(config)
+    import deepspeed
+
+    model = modules["qwen"].small_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine: Any = deepspeed.initialize(model=model, optimizer=sgd, config=config)[0]
+    engine.eval()
+    with torch.no_grad():
+        for _ in range(1 + dist.get_rank()):
+            engine(input_ids=torch.arange(8)[None])
+    return 1 + dist.get_rank()
 
 
 def learning_rates() -> list[float]:
@@ -1030,6 +1050,15 @@ def test_frozen_parameters_have_no_state_and_all_ranks_can_generate(
         assert found["tokens"].shape == (1, 12) and found["whole"]
     assert torch.equal(by_rank[0]["tokens"], by_rank[1]["tokens"])
     assert [found["longer"] for found in by_rank] == [2, 6]
+
+
+@pytest.mark.slow
+def test_only_stage_3_waits_for_a_rank_that_evaluates_no_more() -> None:
+    with WorkerPool(2) as workers:
+        assert workers.run(evaluate_unequally, 2) == [1, 2]
+        with pytest.raises(RankError, match="imed out") as caught:
+            workers.run(evaluate_unequally, 3, timeout=60)
+    assert caught.value.rank == 1
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,14 @@ def test_rpc_and_gloo_are_told_to_stay_on_loopback() -> None:
     assert found in (["lo"] * 2, ["lo0"] * 2)
 
 
+def test_a_server_keeps_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SERVED, "HERE", SERVED.TableServer())
+    SERVED.ServedTable(8, 0)
+    # It would be saved in the other's place, or the other in its.
+    with pytest.raises(RuntimeError, match="has a table: a second one would not be"):
+        SERVED.ServedTable(8, 1)
+
+
 def test_trainers_may_take_any_time() -> None:
     limits: list[Any] = []
 

@@ -254,6 +254,32 @@ def stepped_by_old_gradients() -> list[list[float]]:
     return ends
 
 
+def moved_by_adagrad(trainers: int) -> float:
+    """Step a weight twice by a gradient of 1, as one trainer does or as two do."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    mine = [
+        DistributedOptimizer(torch.optim.Adagrad, [rpc.RRef(weight)], lr=1.0)
+        for _ in range(trainers)
+    ]
+    for step in range(2):
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [weight.sum()])
+            mine[step % trainers].step(context)
+    return weight.item()
+
+
+def clipped_in_a_context() -> list[float]:
+    """Clip before a step by a gradient of 1; return the norm, and how far it goes."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    eager = ROOM["classifier"].EagerSGD
+    optimizer = DistributedOptimizer(eager, [rpc.RRef(weight)], lr=1.0)
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [weight.sum()])
+        norm = torch.nn.utils.clip_grad_norm_([weight], max_norm=0.1)
+        optimizer.step(context)
+    return [norm.item(), weight.item()]
+
+
 def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
     """Do all that needs RPC: the second time in a process, its RRefs do not work."""
     with open_rpc(folder) as name:
@@ -270,6 +296,8 @@ def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
             "asked late": ask_when_the_first_has_answered(),
             "overwritten": read_while_it_is_sent(),
             "stepped": stepped_by_old_gradients(),
+            "by Adagrad": [moved_by_adagrad(trainers) for trainers in (1, 2)],
+            "clipped": clipped_in_a_context(),
             "ways": use_every_way(batches),
             "table": train_with_servers(),
         }
@@ -356,6 +384,15 @@ def test_only_an_eager_optimizer_steps_by_an_old_gradient(
     assert session["stepped"] == [[-1.0, -2.0], [-2.0, -2.0]]
 
 
+def test_each_trainer_has_a_state_of_its_own_for_a_row(session: dict[str, Any]) -> None:
+    # One trainer's second step is divided by the root of 1 + 1, another's first by 1.
+    assert session["by Adagrad"] == pytest.approx([-1 - 2**-0.5, -2])
+
+
+def test_clipping_sees_no_gradient_of_a_context(session: dict[str, Any]) -> None:
+    assert session["clipped"] == [0, -1]
+
+
 def test_servers_and_shards_end_with_the_table_of_one_process(
     session: dict[str, Any], pool: WorkerPool
 ) -> None:
@@ -390,6 +427,26 @@ def test_shards_are_right_on_other_numbers_of_ranks(
         assert nprocs == 1 or largest < ROWS * 32 / 2
         torch.testing.assert_close(own, table[rank::nprocs], rtol=0, atol=1e-5)
         torch.testing.assert_close(of_rank, dense, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ignores"),
+    [("Adagrad", True), ("SparseAdam", True), ("SGD", False)],
+)
+def test_some_optimizers_ignore_the_scale_of_gradients(
+    kind: str, ignores: bool
+) -> None:
+    ends = []
+    for scale in (1, 3):
+        torch.manual_seed(0)
+        table = torch.nn.EmbeddingBag(8, 4, mode="sum", sparse=True)
+        optimizer = getattr(torch.optim, kind)(table.parameters(), lr=0.1)
+        for step in range(5):
+            optimizer.zero_grad()
+            (scale * table(torch.tensor([[step, 3]])).square().sum()).backward()
+            optimizer.step()
+        ends.append(table.weight.detach())
+    assert torch.allclose(*ends, rtol=1e-4, atol=1e-5) == ignores
 
 
 # What a lookup costs.
