@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import itertools
 import re
+import time
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -93,6 +95,9 @@ def shown() -> Ends:
     assert result.returncode == 0, result.output
     ends = ends_in(result.stdout)
     assert list(ends) == list(ENDS)
+    # Ranks that say the same are together, without places that differ by the run.
+    assert "\nrank 2, 3 | exit code 1\n" in result.stdout
+    assert not re.search(r"\| \[rank| at 0x|[ (\[]/\S+/\w+\.(py|cc)", result.stdout)
     return ends
 
 
@@ -168,16 +173,20 @@ def test_a_mesh_of_given_ranks_counts_as_they_lie(worker_pool: WorkerPool) -> No
     assert found == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
-def with_fewer_tokens() -> tuple[str, list[int]]:
-    """Run axes_swapped.py with 192 tokens; return its words, and bytes by message."""
+def with_fewer_tokens() -> tuple[str, list[tuple[int, list[int]]]]:
+    """Run axes_swapped.py with 192 tokens; return its words, and bytes and ranks."""
     sent, all_reduce = [], dist.all_reduce
 
     def noted(message: torch.Tensor, group: Any) -> None:
-        sent.append(message.nbytes)
+        sent.append((message.nbytes, dist.get_process_group_ranks(group)))
         all_reduce(message, group=group)
 
     old, new = "TOKENS = 4, 128, 1024", "TOKENS = 4, 128, 192"
-    with mock.patch.object(dist, "all_reduce", noted):
+    clock = mock.Mock(side_effect=itertools.count(0, 2.5))
+    with (
+        mock.patch.object(dist, "all_reduce", noted),
+        mock.patch.object(time, "perf_counter", clock),
+    ):
         return run_changed("axes_swapped", old, new), sent
 
 
@@ -188,10 +197,15 @@ def test_gradients_are_larger_below_one_and_a_half_widths(
     found = worker_pool.run(with_fewer_tokens, world_size=4)
     said = [text for text, _ in found]
     assert re.findall(r"([\d.]+) MB leave", said[0]) == ["3.1", "3.1"]
+    assert re.findall(r"host, (.*) s", said[0]) == ["2.50"] * 2
     assert said[1:] == [""] * 3
     # In each order 16 messages of activations and one of gradients, as it counts.
-    messages = [192 * 128 * 4] * 16 + [4 * 12 * 128**2 // 2 * 4]
-    assert [sent for _, sent in found] == [messages * 2] * 4
+    activations, gradients = 192 * 128 * 4, 4 * 12 * 128**2 // 2 * 4
+    for rank, (_, sent) in enumerate(found):
+        row, column = [[0, 1], [2, 3]][rank // 2], [[0, 2], [1, 3]][rank % 2]
+        tensor_last = [(activations, row)] * 16 + [(gradients, column)]
+        tensor_first = [(activations, column)] * 16 + [(gradients, row)]
+        assert sent == tensor_last + tensor_first
 
 
 @pytest.mark.slow
@@ -363,6 +377,22 @@ def outside() -> tuple[int, int, str]:
         except ValueError as error:
             said = f"{error}, after {error.__context__}"
     return dist.get_rank(others), dist.get_world_size(others), said
+
+
+def seed_of_the_first(shape: str) -> str:
+    """Run first_of_the_world.py on two ranks, of which a mesh is made."""
+    try:
+        return run_changed("first_of_the_world", "(2, 2)", shape).strip()
+    except ValueError as error:
+        return str(error)
+
+
+def test_source_zero_of_the_world_is_found_with_two_groups(
+    worker_pool: WorkerPool,
+) -> None:
+    assert worker_pool.run(seed_of_the_first, "(1, 2)") == ["seed 0"] * 2
+    first, second = worker_pool.run(seed_of_the_first, "(2, 1)")
+    assert first == "seed 0" and "Global rank 0 is not part of group" in second
 
 
 def test_warnings_as_errors_find_another_s_group(worker_pool: WorkerPool) -> None:
@@ -563,14 +593,29 @@ def test_all_reduce_without_a_group_mixes_columns(worker_pool: WorkerPool) -> No
 # --- show.py. ----------
 
 
-def test_show_says_which_names_it_knows() -> None:
-    result = python(f"{MISTAKES}/show.py", "unknown")
+@pytest.mark.parametrize(
+    ("words", "said"), [(["unknown"], "there is no unknown; "), ([], "")], ids=str
+)
+def test_show_says_which_names_it_knows(words: list[str], said: str) -> None:
+    result = python(f"{MISTAKES}/show.py", *words)
     names = sorted({way.partition(",")[0] for way in ENDS})
     assert result.returncode == 2
-    assert (
-        result.stderr
-        == f"show.py: there is no unknown; choose from {', '.join(names)}\n"
-    )
+    assert result.stderr == f"show.py: {said}choose from {', '.join(names)}\n"
+
+
+def test_ranks_end_two_seconds_after_one_has_failed() -> None:
+    show: Any = load_chapter(MISTAKES)["show"]
+    failed, hangs = mock.Mock(exitcode=1), mock.Mock(exitcode=None)
+    failed.is_alive.return_value, waited = False, []
+    hangs.is_alive.side_effect = lambda: not hangs.terminate.called
+
+    def wait(seconds: float) -> None:
+        waited.append((seconds, hangs.terminate.called))
+        assert len(waited) < 9, "what hangs is never ended"
+
+    with mock.patch.object(show.time, "sleep", wait):
+        show.wait_for_ranks([failed, hangs])
+    assert waited == [(2, False), (0.05, True)]
 
 
 def test_mended_code_differs_in_one_line() -> None:
