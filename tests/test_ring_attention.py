@@ -64,6 +64,17 @@ def test_two_parts_are_one_softmax(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_the_check_is_about_the_scores_that_are_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with mock.patch.object(in_parts, "SCORES", torch.zeros(2, 2).double()):
+        in_parts.main()
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "both   | (2 * 4 + 2 * 4) / 4 = 4",
+        "check: one softmax over the four keys gives 4 too",
+    ]
+
+
 def test_parts_may_be_many_and_of_large_scores() -> None:
     scores, values = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
     scores = scores.double() * 1e4
@@ -208,7 +219,7 @@ def test_ring_runs_in_a_group(worker_pool: WorkerPool) -> None:
 def refusals() -> list[str]:
     """Give shards of another length, and those of another number of ranks."""
     told = []
-    for shards in (ring.zigzag(12, 2), ring.zigzag(20, 3)):
+    for shards in (ring.zigzag(12, 2), ring.zigzag(30, 3)):
         x = torch.zeros(B, H, 10, D)
         try:
             ring.ring_attention(x, x, x, shards)
@@ -219,7 +230,7 @@ def refusals() -> list[str]:
 
 def test_shards_that_do_not_fit_are_refused(worker_pool: WorkerPool) -> None:
     by_rank = worker_pool.run(refusals)
-    said = ["has 10 tokens, not [6, 6]", "has 10 tokens, not [7, 7, 6]"]
+    said = ["has 10 tokens, not [6, 6]", "has 10 tokens, not [10, 10, 10]"]
     assert by_rank == [[f"rank {rank} of 2 {end}" for end in said] for rank in (0, 1)]
 
 
@@ -363,9 +374,19 @@ def test_gpt_on_parts_of_a_sequence_is_one_process(
     assert numbers[1][:-1] == zigzag * 2
     assert abs(float(numbers[0][-1]) - 2 * n / (n + 1)) < 0.02
     assert 1 <= float(numbers[1][-1]) < 1.03
-    assert abs(float(numbers[2][0]) - 6 * (n - 1) / n) < 0.02
+    # Rank 0 passes on all keys but rank 1's, twice, and all gradients but its own's.
+    length, next_one = map(len, ring.zigzag(250, n)[:2])
+    sent = 2 * (3 * 250 - 2 * next_one - length) / 250
+    assert numbers[2] == [f"{sent:.2f}", f"{6 * (n - 1) / n:.2f}"]
     claim = r"check: loss and 24 gradients are one process's to \de-1\d"
     assert re.fullmatch(claim, lines[3])
+
+
+def test_labels_are_the_next_of_many_different_tokens() -> None:
+    _, inputs, labels, right = comparison.gradients_of_one_process(torch.device("cpu"))
+    assert inputs.shape == labels.shape == (2, 250) and len(right) == 25
+    assert torch.equal(inputs[:, 1:], labels[:, :-1])
+    assert len(inputs.unique()) > 200
 
 
 def ending(faults: list[tuple[Any, str, Any]]) -> tuple[Any, str]:
@@ -393,6 +414,7 @@ FAULTS = [
     "zigzag is contiguous",
     "a fiftieth more is sent",
     "gradients a millionth off",
+    "contiguous loss alone a millionth off",
     "slowest a fifth slower",
 ]
 
@@ -428,6 +450,10 @@ def ends_with_faults() -> dict[str, tuple[Any, str]]:
         for parameter in model.parameters():
             parameter.grad *= 1 + 1e-6
 
+    def contiguous_loss_a_little_off(model: Any, *tokens: Any) -> Tensor:
+        is_zigzag = comparison.T - 1 in tokens[2][0]
+        return loss_of_shard(model, *tokens) + (0.0 if is_zigzag else 1e-6)
+
     faults = {
         "is_causal in each block": (ring, "scores_of", local_positions),
         "gradients of keys stay": (
@@ -446,6 +472,11 @@ def ends_with_faults() -> dict[str, tuple[Any, str]]:
             lambda calls: activations_sent(calls) * 1.02,
         ),
         "gradients a millionth off": (script, "add_up_gradients", add_up_a_little_more),
+        "contiguous loss alone a millionth off": (
+            script,
+            "loss_of_shard",
+            contiguous_loss_a_little_off,
+        ),
         "slowest a fifth slower": (
             script,
             "slowest_to_mean",
@@ -461,9 +492,29 @@ def test_lesson_gone_wrong_is_noticed(worker_pool: WorkerPool) -> None:
     assert len(by_rank) == 4
     for rank, ends in enumerate(by_rank):
         assert list(ends) == FAULTS
-        assert [code for code, _ in ends.values()] == [1] * 9
+        assert [code for code, _ in ends.values()] == [1] * len(FAULTS)
         heard = [text.startswith(said) for _, text in ends.values()]
-        assert heard == [rank == 0] * 9, ends
+        # The sum of four ranks' losses is off, and nothing else is.
+        _, text = ends["contiguous loss alone a millionth off"]
+        assert rank > 0 or text.endswith(" are one process's to 4e-06\n")
+        assert heard == [rank == 0] * len(FAULTS), ends
+
+
+def block_and_its_copy() -> list[Tensor]:
+    """Drop in a block of the GPT, and in what the lesson makes of it, by one seed."""
+    model = modules["model"]
+    torch.manual_seed(0)
+    block = model.Block(model.GPTConfig(width=16, heads=2, dropout=0.5))
+    outputs, x = [], torch.randn(B, 6, 16)
+    for run in (block, lambda x: script.run_block(block, x, [torch.arange(6)])):
+        torch.manual_seed(1)
+        outputs.append(run(x).detach())
+    return outputs
+
+
+def test_a_block_drops_as_the_gpts(worker_pool: WorkerPool) -> None:
+    ((right, found),) = worker_pool.run(block_and_its_copy, world_size=1)
+    torch.testing.assert_close(found, right)
 
 
 # --- PyTorch's own. ----------
