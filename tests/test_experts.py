@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import os
 import re
 import sys
 from typing import Any
@@ -72,10 +73,14 @@ def test_table_is_what_two_ranks_send(worker_pool: WorkerPool) -> None:
     ]
 
 
-@pytest.mark.parametrize("in_the_layer", [False, True])
+@pytest.mark.parametrize(
+    "owners",
+    [[example], [mixture], [example, mixture]],
+    ids=["table", "layer", "both"],
+)
 @pytest.mark.parametrize("fault", ["the last are kept", "none is dropped"])
 def test_wrong_places_are_noticed(
-    capsys: pytest.CaptureFixture[str], fault: str, in_the_layer: bool
+    capsys: pytest.CaptureFixture[str], fault: str, owners: list[Any]
 ) -> None:
     right = mixture.pairs_with_a_place
 
@@ -85,7 +90,7 @@ def test_wrong_places_are_noticed(
         return len(experts) - 1 - right(experts.flip(0), count, capacity)
 
     with contextlib.ExitStack() as stack:
-        for owner in (example, mixture) if in_the_layer else (example,):
+        for owner in owners:
             fault_of = mock.patch.object(owner, "pairs_with_a_place", keeps_others)
             stack.enter_context(fault_of)
         stack.enter_context(pytest.raises(SystemExit, match="2"))
@@ -396,9 +401,10 @@ def test_what_does_not_divide_is_refused(
         worker_pool.run(three_experts, senders)
 
 
-def test_more_choices_than_experts_are_refused() -> None:
-    with pytest.raises(ValueError, match="a token cannot use 5 of 4 experts"):
-        mixture.Mixture(D, 4, k=5)
+@pytest.mark.parametrize("k", [0, 5])
+def test_no_choice_and_more_than_there_are_experts_are_refused(k: int) -> None:
+    with pytest.raises(ValueError, match=f"a token cannot use {k} of 4 experts"):
+        mixture.Mixture(D, 4, k=k)
 
 
 # --- Whose gradients are averaged. ----------
@@ -512,8 +518,9 @@ def lesson_output(outputs: list[str], dropped: int) -> None:
     assert all(of_rank[:2] == of_rank[2:] for of_rank in given)
     pairs = 2 * n * 4 * 32
     assert sum(map(sum, given)) == 4 * (pairs - dropped) * 32 * 8
-    loads = []
-    for line in lines[3:6]:
+    loads, kinds = [], ["fresh router", "alpha 0.0", "alpha 0.03"]
+    for kind, line in zip(kinds, lines[3:6], strict=True):
+        assert line.split("|")[0].rstrip() == f"choices, {kind}"
         *chosen, lost = map(int, re.findall(r"\d+", line.split("|")[1]))
         assert len(chosen) == 4 and sum(chosen) == pairs
         loads.append((max(chosen), lost))
@@ -556,6 +563,25 @@ def with_fsdp(fault: str) -> tuple[Any, str]:
     return 0, output.getvalue()
 
 
+def ratios_of_two_layers() -> dict[str, float]:
+    """Shard two layers, of which the first is 1.5 times what is right; compare both."""
+    lesson, mesh = load_chapter(ROOM)["with_fsdp"], init_device_mesh("cpu", (1,))
+    ours, alone = (
+        nn.Sequential(nn.Linear(2, 2, False), nn.Linear(2, 3, False)) for _ in "ab"
+    )
+    ours.load_state_dict(alone.state_dict())
+    with torch.no_grad():
+        next(ours.parameters()).mul_(1.5)
+    lesson.fully_shard(ours, mesh=mesh)
+    return lesson.ratios(ours, alone, "data")
+
+
+def test_the_largest_error_of_all_weights_is_compared(worker_pool: WorkerPool) -> None:
+    (found,) = worker_pool.run(ratios_of_two_layers, world_size=1)
+    right = {"0.weight": 1.5, "1.weight": 1.0, "error": 0.5}
+    assert found == pytest.approx(right)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["default divisor", "sharded over all", "float32"])
 def test_wrong_divisor_or_mesh_is_found(worker_pool: WorkerPool, fault: str) -> None:
@@ -595,9 +621,9 @@ def test_experts_train_on_a_mesh(worker_pool: WorkerPool, words: list[str]) -> N
     lesson_output(run(run_lesson, ROOM, "experts", *words), 122)
 
 
-def ending_with(fault: str) -> tuple[Any, str]:
-    """Run experts.py with one thing wrong; return its exit code and complaint."""
-    AllToAll, errors = mixture.AllToAll, io.StringIO()
+def ending_with(fault: str) -> tuple[Any, str, list[str]]:
+    """Run experts.py with one thing wrong; return exit code, complaint and words."""
+    AllToAll, errors, said = mixture.AllToAll, io.StringIO(), []
 
     def stays_here(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return grad.new_ones(sum(ctx.sent), grad.shape[1]), None, None, None
@@ -620,7 +646,8 @@ def ending_with(fault: str) -> tuple[Any, str]:
         return doubled[::2]
 
     def off_by(error: float, where: str) -> Any:
-        return lambda ours, alone, of: error if of == where else 0.0
+        averaged = iter([2.0])  # what is averaged over all ranks is asked for first
+        return lambda _, __, of: next(averaged, error if of == where else 0.0)
 
     through = mixture.MixtureOfExperts.through_experts
     faulty = functools.partial(mixture.MixtureOfExperts, capacity_factor=1.0)
@@ -637,12 +664,13 @@ def ending_with(fault: str) -> tuple[Any, str]:
         contextlib.redirect_stderr(errors),
         mock.patch.object(modules["ranks"], "leave"),
         mock.patch.object(experts, "STEPS", 1),
+        mock.patch.object(experts, "say", said.append),
         mock.patch.object(*faults[fault]),
     ):
         try:
-            return 0, run_lesson(ROOM, "experts")
+            return 0, run_lesson(ROOM, "experts"), said
         except SystemExit as end:
-            return end.code, errors.getvalue().strip()
+            return end.code, errors.getvalue().strip(), said
 
 
 @pytest.mark.parametrize(
@@ -654,14 +682,21 @@ def ending_with(fault: str) -> tuple[Any, str]:
 )
 def test_experts_gone_wrong_are_noticed(worker_pool: WorkerPool, fault: str) -> None:
     ends = worker_pool.run(ending_with, fault)
-    assert [code for code, _ in ends] == [1, 1]
+    assert [code for code, *_ in ends] == [1, 1]
     assert re.match(r"check failed on ranks \[0, 1\], not so: a gradient", ends[0][1])
+    wrong = {"division": (1, "summed over copies     ", "100%")}
+    for name in ("gradients alone", "weights alone"):
+        wrong[name] = 0, "averaged over all ranks", "200%"
+    if fault in wrong:
+        line, gradients, apart = wrong[fault]
+        for _, _, said in ends:
+            assert said[line] == f"experts {gradients} | gradients {apart} wrong"
 
 
-def refusal(*words: str) -> tuple[Any, str]:
+def refusal(ranks: int, *words: str) -> tuple[Any, str]:
     """Start experts.py with options that it must refuse before it joins."""
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors):
+    errors, world = io.StringIO(), {"WORLD_SIZE": str(ranks)}
+    with contextlib.redirect_stderr(errors), mock.patch.dict(os.environ, world):
         try:
             run_lesson(ROOM, "experts", *words)
         except SystemExit as end:
@@ -670,16 +705,19 @@ def refusal(*words: str) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("ranks", "words", "text"),
     [
-        (["--expert-ranks=3"], "of 1 ranks, 3 cannot share 4 experts; see --expert-r"),
-        (["--expert-ranks=5"], "argument --expert-ranks/--expert_ranks: '5' is no num"),
+        # The experts do not divide by 3, nor do the ranks by 2.
+        (3, [], "of 3 ranks, 3 cannot share 4 experts; see --expert-ranks"),
+        (3, ["--expert-ranks=2"], "of 3 ranks, 2 cannot share 4 experts; see --exp"),
+        (1, ["--expert-ranks=5"], "argument --expert-ranks/--expert_ranks: '5' is no"),
+        (1, ["--expert-ranks=0"], "argument --expert-ranks/--expert_ranks: '0' is no"),
     ],
 )
 def test_ranks_that_cannot_share_the_experts_are_refused(
-    worker_pool: WorkerPool, words: list[str], text: str
+    worker_pool: WorkerPool, ranks: int, words: list[str], text: str
 ) -> None:
-    ((code, said),) = worker_pool.run(refusal, *words, world_size=1)
+    ((code, said),) = worker_pool.run(refusal, ranks, *words, world_size=1)
     assert code == 2 and len(said.splitlines()) == 1
     assert said.startswith(f"experts.py: {text}")
 
