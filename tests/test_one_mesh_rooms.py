@@ -201,6 +201,7 @@ def test_gradients_are_larger_below_one_and_a_half_widths(
     assert said[1:] == [""] * 3
     # In each order 16 messages of activations and one of gradients, as it counts.
     activations, gradients = 192 * 128 * 4, 4 * 12 * 128**2 // 2 * 4
+    assert len(found) == 4
     for rank, (_, sent) in enumerate(found):
         row, column = [[0, 1], [2, 3]][rank // 2], [[0, 2], [1, 3]][rank % 2]
         tensor_last = [(activations, row)] * 16 + [(gradients, column)]
@@ -297,6 +298,27 @@ def test_rank_zero_waits_for_its_partner_on_the_axis(shown: Ends) -> None:
     # On a busy machine the partner may have ended before the two seconds are over.
     assert "2000ms for recv operation" in said or "Connection closed by peer" in said
     assert "norm" not in said
+
+
+def limits_of_the_groups() -> tuple[list[timedelta], str]:
+    """Run rank_zero_alone.py mended, without its next step; note its groups' limits."""
+    code = (ROOT / MISTAKES / "rank_zero_alone.py").read_text()
+    assert code.count("    time.sleep(3)") == code.count(" and tensor == 0\n") == 1
+    changed = code.replace("    time.sleep(3)", "").replace(" and tensor == 0\n", "\n")
+    limits, new_group = [], dist.new_group
+
+    def noted(ranks: list[int], timeout: timedelta) -> Any:
+        limits.append(timeout)
+        return new_group(ranks, timeout=timeout)
+
+    with mock.patch.object(dist, "new_group", noted):
+        return limits, run_changed("rank_zero_alone", code, changed)
+
+
+def test_rank_zero_waits_less_than_the_next_step_takes(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(limits_of_the_groups, world_size=4)
+    limits = [timedelta(seconds=2)] * 2
+    assert found == [(limits, "norm 5\n")] * 2 + [(limits, "")] * 2
 
 
 def timeouts() -> list[timedelta]:
