@@ -49,6 +49,15 @@ def test_table_says_who_sends_what_and_who_is_dropped(
     ]
 
 
+def test_table_has_the_places_of_the_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    generous = functools.partial(mixture.Mixture, capacity_factor=3.0)
+    with mock.patch.object(example, "Mixture", generous):
+        example.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "capacity: 3.0 * 3 * 1 / 4, rounded up, is 3"
+    assert lines[2] == "rank 0 | a 2, b 0, c 2   | b a c  | [1, 0, 2, 0]    | [1, 2]"
+
+
 def rows_on_the_way() -> list[list[int]]:
     """Send the example's tokens by the sharded layer; return what it sends, gets."""
     rank, torchs = dist.get_rank(), mixture.AllToAll.apply
@@ -683,7 +692,8 @@ def ending_with(fault: str) -> tuple[Any, str, list[str]]:
 def test_experts_gone_wrong_are_noticed(worker_pool: WorkerPool, fault: str) -> None:
     ends = worker_pool.run(ending_with, fault)
     assert [code for code, *_ in ends] == [1, 1]
-    assert re.match(r"check failed on ranks \[0, 1\], not so: a gradient", ends[0][1])
+    complaint = "check failed on ranks [0, 1], not so: a gradient and 2 steps are one"
+    assert ends[0][1].startswith(complaint)
     wrong = {"division": (1, "summed over copies     ", "100%")}
     for name in ("gradients alone", "weights alone"):
         wrong[name] = 0, "averaged over all ranks", "200%"

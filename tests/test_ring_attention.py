@@ -415,7 +415,7 @@ FAULTS = [
     "a fiftieth more is sent",
     "gradients a millionth off",
     "contiguous loss alone a millionth off",
-    "slowest a fifth slower",
+    "slowest a tenth slower",
 ]
 
 
@@ -477,10 +477,10 @@ def ends_with_faults() -> dict[str, tuple[Any, str]]:
             "loss_of_shard",
             contiguous_loss_a_little_off,
         ),
-        "slowest a fifth slower": (
+        "slowest a tenth slower": (
             script,
             "slowest_to_mean",
-            lambda work: slowest_to_mean(work) * 1.2,
+            lambda work: slowest_to_mean(work) * 1.09,
         ),
     }
     return {name: ending([fault]) for name, fault in faults.items()}
