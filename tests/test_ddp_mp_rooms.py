@@ -722,17 +722,17 @@ def test_a_rank_is_no_device_on_a_cpu(worker_pool: WorkerPool) -> None:
     by_rank = worker_pool.run(device_errors)
     page = " ".join((CHAPTER / "spawn" / "README.md").read_text().split())
     assert len(by_rank) == 2
+    build = "Found no NVIDIA driver on your system" if torch.version.cuda else ""
+    words = build or "Cannot access accelerator device when none is available."
     for rank, (of_to, of_ddp) in enumerate(by_rank):
-        assert of_to == (
-            "RuntimeError: Cannot access accelerator device when none is available."
-        )
+        assert of_to.removeprefix("RuntimeError: ").startswith(words)
         assert of_ddp == (
             "ValueError: DistributedDataParallel device_ids and output_device "
             "arguments only work with single-device/multiple-device GPU modules or CPU "
             f"modules, but got device_ids [{rank}], output_device None, and module "
             "parameters {device(type='cpu')}."
         )
-    assert by_rank[0][0].removeprefix("RuntimeError: ") in page
+    assert words in page
     assert "but got device_ids [0]" in page
 
 

@@ -48,7 +48,9 @@ def gather_objects_by(keyword: str) -> tuple[str, Any]:
 def test_gather_object_has_another_keyword(worker_pool: WorkerPool) -> None:
     refused = worker_pool.run(gather_objects_by, "obj_gather_list")
     message = "gather_object() got an unexpected keyword argument 'obj_gather_list'"
-    assert refused == [(message, [None, None]), (message, None)]
+    # Python 3.13 goes on: "Did you mean 'object_gather_list'?"
+    assert [text[: len(message)] for text, _ in refused] == [message] * 2
+    assert [gathered for _, gathered in refused] == [[None, None], None]
     accepted = worker_pool.run(gather_objects_by, "object_gather_list")
     assert accepted == [("", [0, 1]), ("", None)]
 
