@@ -1,11 +1,12 @@
 """Chapter 05: accelerate, Trainer and from_pretrained, and what they do on a CPU."""
 
 import contextlib
+import functools
 import io
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from launch import ROOT
 from lessons import in_the_pool
 from scripts import load_chapter
+from worker_pool import WorkerPool
 from zero_ranks import Pools, forget_earlier_group
 
-ROOM = "05_deepspeed_zero/huggingface"
+ROOM, CLASSIFIER = "05_deepspeed_zero/huggingface", "SequenceClassification"
 
 
 # --- What runs on each rank. ----------
@@ -131,21 +133,31 @@ def rates_of_a_schedule(is_together: bool) -> list[float]:
     return rates
 
 
-def first_step_of_trainer(kind: str, mends: bool, steps: int) -> list[float]:
-    """Take Trainer's first step; return loss and gradient norm, and one process's."""
+class FirstStep(NamedTuple):
+    """Trainer's first step: loss and gradient norm by one process's; what it saves."""
+
+    times: list[float]
+    saved: set[str]
+
+
+def first_step_of_trainer(
+    kind: str, mends: bool = True, steps: int = 1, **zero: Any
+) -> FirstStep:
+    """Take Trainer's first step under ZeRO, or DDP, and save the model."""
     from transformers import PrinterCallback, Trainer, TrainingArguments
     from transformers.models.qwen2 import modeling_qwen2
 
     forget_earlier_group()
     modules: Any = load_chapter(ROOM)
     module = modules["with_trainer"]
+    deepspeed = module.CONFIG | {"zero_optimization": zero} if zero else None
     module.prepare(module.CONFIG)
     config = modules["qwen"].small_config()
     config.num_labels, config.pad_token_id = 3, 0
     torch.manual_seed(0)
     model = getattr(modeling_qwen2, f"Qwen2For{kind}")(config)
     rows = torch.randint(1, 256, (16, 8))
-    labels = rows[:, 0] % 3 if kind == "SequenceClassification" else rows
+    labels = rows[:, 0] % 3 if kind == CLASSIFIER else rows
     loss = model(input_ids=rows, labels=labels).loss
     loss.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -154,7 +166,7 @@ def first_step_of_trainer(kind: str, mends: bool, steps: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
-            deepspeed=module.CONFIG,
+            deepspeed=deepspeed,
             use_cpu=True,
             per_device_train_batch_size=16 // dist.get_world_size() // steps,
             gradient_accumulation_steps=steps,
@@ -173,8 +185,10 @@ def first_step_of_trainer(kind: str, mends: bool, steps: int) -> list[float]:
             trainer.model_accepts_loss_kwargs = False
         trainer.train()
         log = trainer.state.log_history[0]
+        trainer.save_model(f"{folder}/saved")
+        saved = {path.name for path in Path(folder, "saved").glob("*")}
     module.AcceleratorState._reset_state(reset_partial_state=True)
-    return [log["loss"] / due[0], log["grad_norm"] / due[1]]
+    return FirstStep([log["loss"] / due[0], log["grad_norm"] / due[1]], saved)
 
 
 def save_with_accelerate(folder: str, stage: int, gathers: bool) -> str:
@@ -258,20 +272,41 @@ def test_a_schedule_given_to_prepare_takes_a_step_for_each_rank(
 
 
 @pytest.mark.parametrize(
-    ("kind", "mends", "steps", "factor"),
+    ("kind", "mends", "steps", "zero", "factor"),
     [
-        ("SequenceClassification", False, 2, 4),
-        ("SequenceClassification", True, 2, 1),
-        pytest.param("SequenceClassification", False, 1, 2, marks=pytest.mark.slow),
-        pytest.param("CausalLM", False, 2, 1, marks=pytest.mark.slow),
+        (CLASSIFIER, False, 2, {"stage": 2}, 4),
+        (CLASSIFIER, True, 2, {"stage": 2}, 1),
+        pytest.param(CLASSIFIER, False, 1, {"stage": 2}, 2, marks=pytest.mark.slow),
+        pytest.param(CLASSIFIER, False, 2, {}, 4, marks=pytest.mark.slow),
+        pytest.param(CLASSIFIER, True, 2, {}, 1, marks=pytest.mark.slow),
+        pytest.param("CausalLM", False, 2, {"stage": 2}, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_classifier_s_gradients_are_too_large_under_trainer(
-    zero_pools: Pools, kind: str, mends: bool, steps: int, factor: float
+    zero_pools: Pools,
+    kind: str,
+    mends: bool,
+    steps: int,
+    zero: dict[str, Any],
+    factor: float,
 ) -> None:
     """By ranks and by accumulation steps, unless one line mends it."""
-    found = zero_pools(2).run(first_step_of_trainer, kind, mends, steps, world_size=2)
-    assert [pytest.approx(times, rel=1e-4) for times in found] == [[factor] * 2] * 2
+    step = functools.partial(first_step_of_trainer, **zero)
+    found = zero_pools(2).run(step, kind, mends, steps, world_size=2)
+    assert [pytest.approx(of.times, rel=1e-4) for of in found] == [[factor] * 2] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gathers", [False, True])
+def test_trainer_saves_no_weights_in_stage_3_unless_told(gathers: bool) -> None:
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": gathers}
+    step = functools.partial(first_step_of_trainer, **zero)
+    # Workers of its own: the next model in them would be built in shards.
+    with WorkerPool(2) as workers:
+        (of_rank_0, _) = workers.run(step, CLASSIFIER, world_size=2)
+    assert of_rank_0.times == pytest.approx([1, 1], rel=1e-4)
+    assert ("model.safetensors" in of_rank_0.saved) == gathers
+    assert "config.json" in of_rank_0.saved
 
 
 def test_accelerate_saves_shards_to_resume_and_one_file_of_weights(

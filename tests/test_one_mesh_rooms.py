@@ -56,8 +56,8 @@ ENDS: dict[str, list[str]] = {
     "seeded_by_global_rank": [f"mask: the same on ranks [{rank}]" for rank in range(4)],
     "seeded_by_global_rank, mended": ["mask: the same on ranks [0, 1]"] * 2
     + ["mask: the same on ranks [2, 3]"] * 2,
-    "one_seed_for_all": [": 4 of 16 masks differ"] * 4,
-    "one_seed_for_all, mended": [": 16 of 16 masks differ"] * 4,
+    "one_seed_for_all": [": 4 different masks of 16"] * 4,
+    "one_seed_for_all, mended": [": 16 different masks of 16"] * 4,
     "norm_of_one_axis": ["norm 7, times 0.1429"] * 2 + ["norm 24, times 0.0417"] * 2,
     "norm_of_one_axis, mended": ["norm 25, times 0.0400"] * 4,
     "ddp_over_the_world": ["weight 10, gradient 6"] * 4,
@@ -444,7 +444,7 @@ def test_stages_alone_do_not_make_masks_differ(worker_pool: WorkerPool) -> None:
         "    torch.manual_seed(stage)\n    masks",
     )
     said = worker_pool.run(run_changed, "one_seed_for_all", old, new, world_size=4)
-    assert [": 8 of 16 masks differ" in text for text in said] == [True] * 4
+    assert [": 8 different masks of 16" in text for text in said] == [True] * 4
 
 
 # --- A norm of one axis. ----------

@@ -35,7 +35,7 @@ def both_models(device: torch.device, group: Any) -> list[Any]:
 
 
 def loss_on(samples: range, step: int, model: Any, alpha: float = 0.0) -> Tensor:
-    """Return the loss on these of the samples that all ranks have in a step."""
+    """Return the loss of some samples of a step; all ranks' together are n * B."""
     starts = torch.tensor(samples)[:, None] * 331 + step * 173
     tokens = TEXT[(starts + torch.arange(T + 1)) % len(TEXT)]
     tokens = tokens.to(model.head.weight.device)

@@ -25,7 +25,7 @@ def main() -> None:
     found = [torch.empty(4, 64) for _ in range(4)]
     dist.all_gather(found, masks.float())
     different = len(torch.cat(found).unique(dim=0))
-    print(f"stage {stage}, replica {replica}: {different} of 16 masks differ")
+    print(f"stage {stage}, replica {replica}: {different} different masks of 16")
     dist.destroy_process_group()
 
 

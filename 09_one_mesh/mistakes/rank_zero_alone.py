@@ -18,8 +18,8 @@ def main() -> None:
     # Groups of some ranks of a mesh wait 30 minutes, whatever the world was told.
     limit = timedelta(seconds=2)
     groups = [dist.new_group(ranks, timeout=limit) for ranks in ([0, 1], [2, 3])]
-    # WRONG: rank 0 has a partner on the tensor axis, for which this is not true. Ask
-    # for the place on the other axes only.
+    # WRONG: rank 1, the partner of rank 0 on the tensor axis, does not call, and rank 0
+    # waits for it. Ask for the place on the other axes only.
     # Write: is_logging = data == 0
     is_logging = data == 0 and tensor == 0
     if is_logging:
