@@ -4,6 +4,7 @@ This file stands in the root because pytest asks a conftest.py only about files 
 its own folder and below, and ``README.md`` is in the root.
 """
 
+import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,11 @@ def unknown_skips(config: pytest.Config) -> list[str]:
         if not any(re.fullmatch(allowed, reason) for allowed in ALLOWED_SKIPS):
             skipped.append(f"{report.nodeid}: {reason}")
     return skipped
+
+
+def pytest_collection_finish() -> None:
+    """Spare each later search for garbage the millions of objects imported so far."""
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
