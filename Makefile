@@ -24,18 +24,20 @@ train: setup ## Set up, then train a small GPT with two processes.
 	@OMP_NUM_THREADS="$${OMP_NUM_THREADS:-$$(.venv/bin/python -c '$(half_the_cores)')}" \
 	    .venv/bin/torchrun --nproc-per-node=2 03_ddp_torchrun/train.py $(ARGS)
 
-# One thread a rank: the tests start up to four ranks, on however few cores. Two files
-# at a time, because many tests wait for a time-out; in their own order, or the files
-# with few tests would come last, and those take long.
-pytest = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile \
+# One thread a rank: the tests start up to four ranks, on however few cores. Several
+# files at a time, because many tests wait for a time-out; in their own order, or the
+# files with few tests would come last, and those take long.
+files_at_a_time = 2
+pytest = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(files_at_a_time) --dist loadfile \
     --no-loadscope-reorder $(PYTEST_ARGS)
 
 smoke: setup-dev ## Set up, then run one script of each chapter.
 	@$(pytest) -m smoke tests
 
-# Three at a time: on two cores they end a seventh sooner. Pages measure some times.
+# On two cores a third file ends the tests a twelfth sooner; pages measure some times.
+test: files_at_a_time = 3
 test: setup-dev ## Set up, then run the tests but for the slow ones.
-	@$(pytest) -n 3 -m "not slow" tests
+	@$(pytest) -m "not slow" tests
 
 # The pages that take longest come first, so that neither process idles at the end.
 pages: setup-dev ## Set up, then run the pages' commands but for the slow ones.

@@ -71,7 +71,7 @@ def train_sharded(batches: list[Batch], rows: int) -> tuple[HybridModel, list[fl
     dense = DistributedDataParallel(dense_part())
     model, losses = HybridModel(table, dense), []
     # DDP takes the mean of the ranks' gradients; the table adds them up. An n-th of the
-    # rate makes a mean of that. (Adagrad and SparseAdam ignore their scale: no n-th.)
+    # rate makes a mean of that. (Adagrad and SparseAdam ignore scale: same rate.)
     of_table = {"params": table.parameters(), "lr": LR / table.world_size}
     optimizer = torch.optim.SGD([of_table, {"params": dense.parameters(), "lr": LR}])
     for indices, offsets, labels in batches:

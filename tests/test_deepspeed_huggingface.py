@@ -109,7 +109,7 @@ def train_and_accumulate(accumulates: bool) -> dict[str, Any]:
     return found
 
 
-def rates_of_a_schedule(is_together: bool) -> list[float]:
+def rates_of_a_schedule(prepared: str) -> list[float]:
     """Take three steps under accelerate; return the rates of a schedule of six."""
     forget_earlier_group()
     module: Any = load_chapter(ROOM)["with_accelerate"]
@@ -122,8 +122,10 @@ def rates_of_a_schedule(is_together: bool) -> list[float]:
     adamw = torch.optim.AdamW(model.parameters(), lr=1.0)
     schedule: Any = torch.optim.lr_scheduler.LambdaLR(adamw, lambda n: 1 - n / 6)
     loader = torch.utils.data.DataLoader(samples, batch_size=4)
-    parts = accelerator.prepare(model, adamw, loader, *[schedule] * is_together)
-    schedule = parts[-1] if is_together else schedule
+    with_model = [schedule] if prepared == "with the model" else []
+    parts = accelerator.prepare(model, adamw, loader, *with_model)
+    schedule = parts[-1] if with_model else schedule
+    schedule = accelerator.prepare(schedule) if prepared == "alone" else schedule
     rates = []
     for batch in parts[2]:
         accelerator.backward(parts[0](input_ids=batch, labels=batch).loss)
@@ -261,12 +263,17 @@ def test_without_accumulate_every_batch_takes_a_step_and_nobody_says_so(
 
 
 @pytest.mark.parametrize(
-    ("is_together", "each"), [(True, 2), pytest.param(False, 1, marks=pytest.mark.slow)]
+    ("prepared", "each"),
+    [
+        ("with the model", 2),
+        pytest.param("alone", 1, marks=pytest.mark.slow),
+        pytest.param("not at all", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_schedule_given_to_prepare_takes_a_step_for_each_rank(
-    zero_pools: Pools, is_together: bool, each: int
+    zero_pools: Pools, prepared: str, each: int
 ) -> None:
-    found = zero_pools(2).run(rates_of_a_schedule, is_together, world_size=2)
+    found = zero_pools(2).run(rates_of_a_schedule, prepared, world_size=2)
     due = [1 - each * step / 6 for step in (1, 2, 3)]
     assert [pytest.approx(rates) for rates in found] == [due] * 2
 

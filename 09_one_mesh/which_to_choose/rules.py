@@ -25,7 +25,8 @@ def splits() -> Iterator[tuple[int, int, str]]:
 def hides_from(job: Job) -> float:
     """Return from how many tokens of a micro-batch on FSDP's gathers can hide.
 
-    A host's devices need one copy of what other hosts send, and share its links.
+    A host's devices need one copy of what other hosts send, and share its links. All
+    of a block's computation, which hides them, reaches about 55 % of the peak.
     """
     cluster = job.cluster
     link = cluster.inside
