@@ -60,6 +60,13 @@ def run_room_script(script: str, mistake: str = "") -> tuple[int, str]:
                     module, "train_with_trainer", lambda use_cpu: train(False)
                 )
             )
+        elif mistake == "each rank keeps its own gradients":
+            from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+            keep = mock.Mock()
+            stack.enter_context(
+                mock.patch.object(DeepSpeedZeroOptimizer, "average_tensor", keep)
+            )
         elif mistake == "the object is gone before the model is loaded":
             import transformers.integrations
 
@@ -397,6 +404,7 @@ def test_from_pretrained_fills_shards(zero_pools: Pools) -> None:
         ("with_accelerate", "every rank takes all samples"),
         ("with_accelerate", "nothing is loaded"),
         ("with_trainer", "nobody tells Trainer of the CPU"),
+        ("with_trainer", "each rank keeps its own gradients"),
         ("from_pretrained", "the object is gone before the model is loaded"),
     ],
 )

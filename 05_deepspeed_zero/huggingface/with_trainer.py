@@ -2,7 +2,7 @@
 
 Run: torchrun --nproc-per-node=2 05_deepspeed_zero/huggingface/with_trainer.py
 Expect: the engine, how many processes Trainer believes in, and which samples the ranks
-    have seen. On a CPU without `use_cpu` each rank believes that it is alone.
+    have seen. On a CPU each rank is alone without `use_cpu`; with it all train as one.
 """
 
 import tempfile
@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
+from torch.optim.lr_scheduler import LinearLR
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from deepspeed_setup import join, leave, prepare
 from qwen import small_model
-from ranks import check, gather, same_on_all_ranks, say
+from ranks import check, gather, say
 
 CONFIG: dict[str, Any] = {
     # Trainer fills in what is "auto" from its own arguments, and refuses what differs.
@@ -28,7 +29,7 @@ SAMPLES = 48  # 12 batches: for 2, 3, 4 or 6 ranks equally many
 
 
 def train_with_trainer(use_cpu: bool) -> tuple[Any, str, list[int]]:
-    """Train for an epoch; return the engine, what Trainer believes, what was seen."""
+    """Train for an epoch; return Trainer, what it believes, the samples seen."""
     seen: list[int] = []
 
     def collate(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -43,7 +44,7 @@ def train_with_trainer(use_cpu: bool) -> tuple[Any, str, list[int]]:
             per_device_train_batch_size=4,
             num_train_epochs=1,
             report_to=[],
-            logging_strategy="no",
+            logging_steps=1,
             save_strategy="no",
             dataloader_pin_memory=torch.accelerator.is_available(),
             disable_tqdm=True,
@@ -54,26 +55,54 @@ def train_with_trainer(use_cpu: bool) -> tuple[Any, str, list[int]]:
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    engine = trainer.model_wrapped
-    believes = f"{type(engine).__name__} in {arguments.world_size} process(es)"
+    engine = type(trainer.model_wrapped).__name__
+    believes = f"{engine} in {arguments.world_size} process(es)"
     AcceleratorState._reset_state(reset_partial_state=True)
-    return engine, believes, seen
+    return trainer, believes, seen
+
+
+def train_alone(batches: list[list[int]]) -> list[tuple[float, float]]:
+    """Take Trainer's steps on whole batches; return losses and gradient norms."""
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.0)
+    schedule = LinearLR(optimizer, 1.0, 0.0, total_iters=len(batches))
+    found = []
+    for numbers in batches:
+        rows = torch.tensor(numbers)[:, None].expand(-1, 16)
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        found.append((loss.item(), norm.item()))
+    return found
+
+
+def equals_one_process(trainer: Any, seen: list[list[int]]) -> bool:
+    """Compare what this rank's Trainer logged with a loop over all ranks' samples."""
+    starts = range(0, len(seen[0]), 4)
+    batches = [[n for of_rank in seen for n in of_rank[i : i + 4]] for i in starts]
+    *log, _ = trainer.state.log_history  # the last is a summary
+    logged = torch.tensor([(step["loss"], step["grad_norm"]) for step in log])
+    return logged.allclose(torch.tensor(train_alone(batches)), rtol=1e-5)
 
 
 def main() -> None:
-    """Train with and without `use_cpu`; compare what the ranks have seen."""
+    """Train with and without `use_cpu`; compare with a loop in one process."""
     device = prepare(CONFIG)
     join(at_least=2)
     is_right = False
     for use_cpu in (False, True) if device.type == "cpu" else (False,):
-        engine, believes, seen = train_with_trainer(use_cpu)
-        numbers = [number for of_rank in gather(seen) for number in of_rank]
+        trainer, believes, mine = train_with_trainer(use_cpu)
+        seen = gather(mine)
+        numbers = [number for of_rank in seen for number in of_rank]
         count = f"{len(numbers)} samples, {len(set(numbers))} different"
         say(f"use_cpu={use_cpu!s:5} | {believes} | {count}")
-        is_right = believes == f"DeepSpeedEngine in {len(gather(0))} process(es)"
-        is_right &= sorted(numbers) == list(range(SAMPLES))
-        is_right &= same_on_all_ranks(engine.parameters())
-    check(is_right, "the last way: DeepSpeed, each sample once, the same model")
+        is_right = believes == f"DeepSpeedEngine in {len(seen)} process(es)"
+        is_once = sorted(numbers) == list(range(SAMPLES))
+        is_right &= is_once and equals_one_process(trainer, seen)
+    check(is_right, "the last way: DeepSpeed, one process's losses and gradient norms")
     leave()
 
 
