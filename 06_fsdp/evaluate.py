@@ -8,6 +8,7 @@ Expect: the validation loss of one process, though the ranks have unequally many
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 import torch.distributed as dist
@@ -57,8 +58,8 @@ def gathered_once(model: Any) -> Iterator[None]:
 
 def main() -> None:
     """Evaluate a file of weights and go on with a text; do the same in one process."""
-    if not FILE.exists():
-        fail(f"there is no {FILE}: run 06_fsdp/minimal.py first")
+    if not is_zipfile(FILE):  # as `torch.save` writes it, to the end
+        fail(f"there is no whole {FILE}: run 06_fsdp/minimal.py first")
     device = join()
     samples = WindowDataset(load_text(None, 128)[1], block_size=128, samples=SAMPLES)
     model = load_in_shards(device)

@@ -8,6 +8,7 @@ import tempfile
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 import torch.distributed as dist
@@ -80,8 +81,8 @@ def finetune(run: Training, batches: list[Any], folder: str) -> list[float]:
 
 def main() -> None:
     """Train, and again from the checkpoint; compare with the file and with itself."""
-    if not FILE.exists():
-        fail(f"there is no {FILE}: run 06_fsdp/minimal.py first")
+    if not is_zipfile(FILE):  # as `torch.save` writes it, to the end
+        fail(f"there is no whole {FILE}: run 06_fsdp/minimal.py first")
     device = join()
     samples = WindowDataset(load_text(None, 128)[0], block_size=128, samples=1024)
     sampler = DistributedSampler(samples, seed=1, drop_last=True)

@@ -804,8 +804,16 @@ def test_only_rank_0_reads_the_file_and_each_keeps_its_shards(
     ]
 
 
-def test_finetune_without_a_file_says_what_to_run(tmp_path: Path) -> None:
-    code, said = ending(CHAPTER, "finetune", FILE=tmp_path / "model.pt")
+@pytest.mark.parametrize("script", ["finetune", "evaluate"])
+@pytest.mark.parametrize("share", [None, 0.0, 0.9])
+def test_without_a_whole_file_it_says_what_to_run(
+    tmp_path: Path, script: str, share: float | None
+) -> None:
+    path = tmp_path / "model.pt"
+    if share is not None:
+        torch.save({"weight": torch.ones(999)}, path)
+        path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    code, said = ending(CHAPTER, script, FILE=path)
     assert code == 2
     assert said.endswith("model.pt: run 06_fsdp/minimal.py first")
 
@@ -938,12 +946,6 @@ def test_a_method_that_uses_weights_is_registered(
 ) -> None:
     found = worker_pool.run(embedded_by_a_method, file_of_weights)
     assert len(found) == 2 and found[0][1] and found[1][1]
-
-
-def test_evaluate_without_a_file_says_what_to_run(tmp_path: Path) -> None:
-    code, said = ending(CHAPTER, "evaluate", FILE=tmp_path / "model.pt")
-    assert code == 2
-    assert said.endswith("model.pt: run 06_fsdp/minimal.py first")
 
 
 # --- Checkpoints. ----------

@@ -503,6 +503,7 @@ def test_a_crossing_is_found_between_two_points() -> None:
     assert COST.crossing({3.0: 2.0, 1.0: -2.0}) == 2.0
     assert COST.crossing({1.0: 4.0, 2.0: 1.0, 4.0: -1.0}) == 3.0
     assert COST.crossing({1.0: 1.0, 2.0: 3.0}) is None
+    assert COST.crossing({1.0: 0.0, 2.0: 0.0, 3.0: 1.0}) == 1.0
 
 
 def ending_of(script: Any, faults: list[tuple[Any, str, Any]]) -> tuple[Any, str]:

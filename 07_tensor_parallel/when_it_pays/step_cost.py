@@ -43,6 +43,6 @@ def break_even_rate(nbytes: float, saved: float) -> float:
 def crossing(difference: Mapping[float, float]) -> float | None:
     """Return where a piecewise linear function, given by points, is zero first."""
     for (x, y), (next_x, next_y) in pairwise(sorted(difference.items())):
-        if y * next_y <= 0 and y != next_y:
-            return x + (next_x - x) * y / (y - next_y)
+        if y * next_y <= 0:
+            return x + (next_x - x) * y / (y - next_y or 1.0)  # 0 all along: at x
     return None
