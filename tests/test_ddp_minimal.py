@@ -148,7 +148,11 @@ class Died(Exception):
 
 
 def resumable(
-    folder: str, dropout: float = 0.1, batch_size: int = 16, dies_in: str = ""
+    folder: str,
+    dropout: float = 0.1,
+    batch_size: int = 16,
+    dies_in: str = "",
+    lr: float = 2e-3,
 ) -> tuple[dict[str, Any], str, list[int]]:
     """Run minimal_resumable.py there, a smaller GPT; return its file and its output.
 
@@ -164,6 +168,11 @@ def resumable(
     evaluate, save, called = module.validation_loss, torch.save, []
     older: list[Any] = []
     held_out = module.load_text(None, 128)[1]
+    adamw = torch.optim.AdamW
+
+    def at_another_rate(parameters: Any, **settings: float) -> torch.optim.AdamW:
+        assert settings == {"lr": 2e-3}
+        return adamw(parameters, lr=lr)
 
     def evaluate_or_die(*arguments: Any) -> float:
         called.append("evaluate")
@@ -199,6 +208,7 @@ def resumable(
         mock.patch.multiple(module, GPTConfig=config, FILE=path, BATCH_SIZE=batch_size),
         mock.patch.object(module, "validation_loss", evaluate_or_die),
         mock.patch.object(torch, "save", save_or_die),
+        mock.patch.object(torch.optim, "AdamW", at_another_rate),
         contextlib.redirect_stdout(output),
         contextlib.suppress(Died),
     ):
@@ -230,9 +240,9 @@ def test_a_run_that_died_resumes_with_the_same_bits(
     (expected, said, told), _ = worker_pool.run(resumable, str(whole), world_size=2)
     words = (str(broken), 0.1, 16, dies_in)
     (half, said_first, _), _ = worker_pool.run(resumable, *words, world_size=2)
-    (resumed, said_then, then), _ = worker_pool.run(
-        resumable, str(broken), world_size=2
-    )
+    # It goes on at the file's rate, whatever the script's has become.
+    words = (str(broken), 0.1, 16, "", 0.2 if dies_in == "save" else 2e-3)
+    (resumed, said_then, then), _ = worker_pool.run(resumable, *words, world_size=2)
     assert told == [0, 1] and then == [1]
     begins, *epochs = said.splitlines()
     assert begins == "2 ranks on cpu: 0 of 2 epochs done"

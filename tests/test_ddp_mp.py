@@ -73,7 +73,75 @@ def run_alone(batch_size: int, max_epochs: int) -> str:
     return output.getvalue()
 
 
+def run_minimal() -> tuple[str, dict[str, torch.Tensor] | None]:
+    """Be a rank of minimal.py; return what it printed and, of rank 0, what it saved."""
+    module, output, saved = load_chapter(CHAPTER)["minimal"], io.StringIO(), []
+    with (
+        contextlib.redirect_stdout(output),
+        mock.patch.object(torch, "save", lambda *arguments: saved.append(arguments)),
+    ):
+        module.train_shard(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    assert [name for _, name in saved] == ["minimal.pt"] * (dist.get_rank() == 0)
+    return output.getvalue(), saved[0][0] if saved else None
+
+
+def running_mean_of_this_rank() -> tuple[list[float], list[float]]:
+    """Return a BatchNorm's running mean before and after a pass of DDP."""
+    ddp_model = DistributedDataParallel(torch.nn.BatchNorm1d(1))
+    found = []
+    for _ in range(2):
+        ddp_model(torch.full((4, 1), 1.0 + dist.get_rank())).sum().backward()
+        found.append(ddp_model.module.running_mean.item())
+    return found[0], found[1]
+
+
 # --- The run as a whole. ----------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_file_to_copy_trains_as_one_process(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    module: Any = load_chapter(CHAPTER)["minimal"]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(2, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)
+    )
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-2), []
+    for epoch in range(3):
+        order = torch.randperm(4096, generator=torch.Generator().manual_seed(epoch))
+        for batch in order.split(64):
+            places, heights = module.make_dataset()[batch]
+            optimizer.zero_grad()
+            loss = mse_loss(model(places), heights)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    (said, weights), *others = worker_pool.run(run_minimal, world_size=world_size)
+    assert others == [("", None)] * (world_size - 1) and weights is not None
+    means = [float(mean) for mean in re.findall(r"epoch \d \| mean loss (.+)", said)]
+    due = [sum(losses[i : i + 64]) / 64 for i in (0, 64, 128)]
+    assert means == pytest.approx(due, abs=2e-5)
+    assert means[-1] < means[0] / 2
+    assert weights.keys() == model.state_dict().keys()
+    pairs = [(weights[name], due) for name, due in model.state_dict().items()]
+    assert len(pairs) == 4
+    assert all(torch.allclose(weight, due, atol=1e-4) for weight, due in pairs)
+
+
+def test_the_file_to_copy_refuses_what_does_not_divide_its_batch() -> None:
+    result = python(ROOT / CHAPTER / "minimal.py", "--nprocs=3")
+    assert result.returncode == 2
+    assert "argument --nprocs: invalid choice: 3" in result.stderr
+
+
+def test_a_running_mean_is_a_rank_s_own_until_the_next_pass(
+    worker_pool: WorkerPool,
+) -> None:
+    # A tenth of each batch's mean, 1 or 2; then the same, from rank 0's 0.1 for both.
+    found = worker_pool.run(running_mean_of_this_rank, world_size=2)
+    assert found[0] == pytest.approx((0.1, 0.19))
+    assert found[1] == pytest.approx((0.2, 0.29))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -730,6 +730,30 @@ def test_rank_zero_alone_waits_for_the_others_unless_nothing_is_sent(
         assert texts["ddp_model.module"] == ""
 
 
+def gradients_of_an_unfrozen_layer(is_wrapped_first: bool) -> list[float]:
+    """Unfreeze the first of two weights of 1; return their gradients on this rank."""
+    layers = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    model = torch.nn.Sequential(*layers)
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+    layers[0].requires_grad_(False)
+    if not is_wrapped_first:
+        layers[0].requires_grad_(True)
+    ddp_model = DistributedDataParallel(model)
+    layers[0].requires_grad_(True)
+    ddp_model(torch.full((1, 1), 1.0 + dist.get_rank())).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [gradient.item() for gradient in gradients if gradient is not None]
+
+
+def test_a_layer_unfrozen_after_wrapping_keeps_its_own_gradients(
+    worker_pool: WorkerPool,
+) -> None:
+    run = worker_pool.run
+    found = [run(gradients_of_an_unfrozen_layer, wrapped) for wrapped in (True, False)]
+    assert found == [[[1.0, 1.5], [2.0, 1.5]], [[1.5, 1.5], [1.5, 1.5]]]
+
+
 def crossing_results() -> tuple[Any, list[float]]:
     """Cross a validation with a training step; then validate in both right ways."""
     rank_zero, is_rank_zero = script("rank_zero"), dist.get_rank() == 0

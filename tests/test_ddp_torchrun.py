@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -1134,6 +1135,56 @@ def test_old_launcher_passes_local_rank_with_a_hyphen(tmp_path: Path) -> None:
         "['--local-rank=0'] 0",
         "['--local-rank=1'] 1",
     ]
+
+
+NEVER_ENDING = """
+import faulthandler
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed.nn
+
+def step():
+    ddp_model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    ddp_model(torch.randn(32, 8)).sum().backward()
+    return ddp_model
+
+def join_and_leave(store):
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    {line}
+    print("{said}", flush=True)
+    dist.destroy_process_group()
+
+rank, whole = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+for time in range(40):
+    faulthandler.dump_traceback_later({limit}, exit=True)
+    join_and_leave(dist.PrefixStore(str(time), whole))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "limit", "ends"),
+    [
+        ("ddp_model = step()", 12, False),
+        ("step()", 120, True),
+        ("ddp_model = step(); del ddp_model", 120, True),
+    ],
+)
+def test_a_model_that_outlives_its_group_may_never_end(
+    tmp_path: Path, line: str, limit: int, ends: bool
+) -> None:
+    script = tmp_path / "ending.py"
+    said = "the last line of the script"
+    script.write_text(NEVER_ENDING.format(line=line, limit=limit, said=said))
+    with ThreadPoolExecutor() as pool:
+        both = list(pool.map(lambda r: python(script, r, tmp_path / "s"), range(2)))
+    assert [result.returncode for result in both] == [int(not ends)] * 2
+    times = [result.stdout.splitlines().count(said) for result in both]
+    assert times == [40, 40] if ends else max(times) < 40
+    # The stack of one ends where `join_and_leave` has returned: at its caller.
+    stacks = [r.stderr.split("(most recent call first):\n")[-1] for r in both]
+    assert ends or any(re.match(".*in <module>", stack) for stack in stacks), stacks
 
 
 ENDING = """

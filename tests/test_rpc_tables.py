@@ -280,6 +280,34 @@ def clipped_in_a_context() -> list[float]:
     return [norm.item(), weight.item()]
 
 
+def set_rate(optimizer: rpc.RRef, rate: float) -> None:
+    """Set the rate of an optimizer that lives here."""
+    optimizer.local_value().optim.param_groups[0]["lr"] = rate
+
+
+def stepped_at_two_rates() -> list[Any]:
+    """Ask a schedule; step weights here and on a server at rate 1, then at 0.25."""
+    weights = [
+        rpc.RRef(torch.nn.Parameter(torch.zeros(1))),
+        rpc.remote("server0", torch.nn.Parameter, args=(torch.zeros(1),)),
+    ]
+    eager = ROOM["classifier"].EagerSGD
+    optimizer: Any = DistributedOptimizer(eager, weights, lr=1.0)
+    with pytest.raises(AttributeError, match="param_groups"):
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    found = []
+    for rate in (None, 0.25):
+        if rate is not None:
+            for one in optimizer.remote_optimizers:
+                rpc.rpc_sync(one.owner(), set_rate, args=(one, rate))
+        with dist_autograd.context() as context:
+            loss = weights[0].local_value().sum() + weights[1].rpc_sync().sum()
+            dist_autograd.backward(context, [loss])
+            optimizer.step(context)
+        found.append([weight.to_here().item() for weight in weights])
+    return found
+
+
 def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
     """Do all that needs RPC: the second time in a process, its RRefs do not work."""
     with open_rpc(folder) as name:
@@ -298,6 +326,7 @@ def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
             "stepped": stepped_by_old_gradients(),
             "by Adagrad": [moved_by_adagrad(trainers) for trainers in (1, 2)],
             "clipped": clipped_in_a_context(),
+            "two rates": stepped_at_two_rates(),
             "ways": use_every_way(batches),
             "table": train_with_servers(),
         }
@@ -387,6 +416,10 @@ def test_only_an_eager_optimizer_steps_by_an_old_gradient(
 def test_each_trainer_has_a_state_of_its_own_for_a_row(session: dict[str, Any]) -> None:
     # One trainer's second step is divided by the root of 1 + 1, another's first by 1.
     assert session["by Adagrad"] == pytest.approx([-1 - 2**-0.5, -2])
+
+
+def test_a_rate_is_set_at_each_owner(session: dict[str, Any]) -> None:
+    assert session["two rates"] == [[-1.0, -1.0], [-1.25, -1.25]]
 
 
 def test_clipping_sees_no_gradient_of_a_context(session: dict[str, Any]) -> None:
