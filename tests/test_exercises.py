@@ -458,6 +458,7 @@ def test_broken_loop(worker_pool: WorkerPool, tmp_path: Path) -> None:
     replaced = f"{UNREAD}        parameter.grad = mean\n"
     text = "the loss fell from {} to {}, but 33,153 weights differ from rank {}'s"
     equal = "the loss fell from {} to {}, but the weights, equal on both ranks, are not"
+    doubled = f"{equal} one process's: each gradient was 2 times the mean"
     hints: Hints = [
         (UNREAD, [text.format(1.03, 0.76, 1), text.format(1.08, 0.76, 0)]),
         (copied, [""] * 2),
@@ -465,7 +466,7 @@ def test_broken_loop(worker_pool: WorkerPool, tmp_path: Path) -> None:
         # The sum: with plain SGD that is a step twice as long, and not one process's.
         (
             "        dist.all_reduce(parameter.grad)\n",
-            [equal.format("1.00", 0.55), equal.format(1.05, 0.58)],
+            [doubled.format("1.00", 0.55), doubled.format(1.05, 0.58)],
         ),
         # The mean, but only on rank 1.
         (
@@ -495,6 +496,7 @@ def test_broken_loop(worker_pool: WorkerPool, tmp_path: Path) -> None:
     repairs = [repair for repair, _ in hints]
     by_rank = worker_pool.run(try_loops, str(tmp_path), repairs, world_size=2)
     expect(by_rank, hints)
+    assert sum("each gradient was" in text for told in by_rank for text in told) == 2
 
 
 # 03: accumulation over an epoch, a training loop, and one of one process.
