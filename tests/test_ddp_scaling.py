@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -26,6 +27,7 @@ COST, PREDICT, SCALING, SLOW_LINK, SPEED, TEAM = (
     ROOM[name]
     for name in ("cost_model", "predict", "scaling", "slow_link", "speed", "team")
 )
+RATE: Any = ROOM["learning_rate"]
 LAB = ROOT / "03_ddp_torchrun/cluster/lab.py"
 CPU = torch.device("cpu")
 LINK = COST.Link(latency=0.0003, bandwidth=11.6e6)
@@ -538,6 +540,95 @@ def speed_without_ddp() -> None:
 def test_speed_notices_that_nothing_is_averaged(worker_pool: WorkerPool) -> None:
     with pytest.raises(RankError):
         worker_pool.run(speed_without_ddp)
+
+
+# --- The learning rate. ----------
+
+
+def test_a_rate_rises_and_falls_by_the_share_of_the_steps_that_is_done() -> None:
+    for steps in (64, 256):
+        rates = [RATE.rate_of(step, steps, 0.5) for step in range(steps)]
+        top = rates.index(max(rates))
+        assert len(rates) == steps and top in (steps // 10, steps // 10 - 1)
+        assert max(rates) == pytest.approx(0.5, rel=0.03)
+        assert rates[0] < 0.5 / 6 and rates[-1] < 0.001
+        assert rates[steps // 2] == pytest.approx(0.25, abs=0.005)
+
+
+def trained_a_little(name: str) -> torch.Tensor:
+    """Train on 64 samples in batches of 16, twice; return the weights."""
+    with mock.patch.object(RATE, "SAMPLES", 64):
+        samples = torch.arange(64 * 32).view(64, 32) % 251, torch.ones(64, 32).long()
+        model = RATE.train_at(0.01, name, samples, 16, 2)
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_ranks_take_parts_of_the_batches_of_one_process(
+    worker_pool: WorkerPool, name: str
+) -> None:
+    samples = torch.arange(64 * 32).view(64, 32) % 251, torch.ones(64, 32).long()
+    torch.manual_seed(0)
+    model = RATE.GPT(RATE.GPTConfig(block_size=32, width=32, layers=1, heads=2))
+    optimizer: Any = (
+        torch.optim.AdamW(model.parameters())
+        if name == "AdamW"
+        else torch.optim.SGD(model.parameters(), momentum=0.9)
+    )
+    order = torch.cat([torch.randperm(64), torch.randperm(64)]).view(8, 16)
+    for step in range(8):
+        # The whole rate from the first step: a tenth of eight steps is over at once.
+        optimizer.param_groups[0]["lr"] = 0.005 * (1 + math.cos(math.pi * step / 8))
+        optimizer.zero_grad()
+        model(*(part[order[step]] for part in samples)).backward()
+        optimizer.step()
+    due = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    for ranks in (1, 2):
+        found = worker_pool.run(trained_a_little, name, world_size=ranks)
+        assert len(found) == ranks
+        assert all(torch.allclose(one, due, atol=2e-5) for one in found)
+
+
+def rates_with_known_losses(losses: list[float]) -> str | None:
+    """Be a rank of learning_rate.py whose five ways end with these losses."""
+    calls = itertools.count()
+
+    def train_at(rate: float, name: str, _: Any, batch: int, epochs: int) -> Any:
+        case = next(calls) % 5
+        tuned = {"AdamW": 0.008, "SGD": 0.06}[name]
+        assert (batch, epochs) == ((32, 8)[case == 0], (1, 4)[case == 4])
+        assert rate == pytest.approx((1, 1, 2, 4, 2)[case] * tuned)
+        return lambda *_: torch.tensor(losses[case])
+
+    with mock.patch.object(RATE, "train_at", train_at):
+        try:
+            return run_lesson(PLACE, "learning_rate")
+        except SystemExit:
+            return None
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_right"),
+    [
+        ([2.6, 2.9, 2.8, 2.9, 2.5], True),
+        ([2.6, 2.9, 2.8, 2.65, 2.5], False),  # four times the rate makes up for it
+        ([2.6, 2.9, 2.9, 2.9, 2.5], False),  # twice the rate does not help
+        ([2.6, 2.9, 2.8, 2.9, 2.6], False),  # as many steps are not enough
+    ],
+)
+def test_rates_are_compared(
+    worker_pool: WorkerPool, losses: list[float], is_right: bool
+) -> None:
+    said, silent = worker_pool.run(rates_with_known_losses, losses)
+    assert (said is not None) is (silent is not None) is is_right
+    if is_right:
+        rows = [line.split() for line in said.splitlines()[1:11]]
+        assert [row[-1] for row in rows] == [f"{loss:.3f}" for loss in losses] * 2
+        assert [row[1:4] for row in rows[3:6]] == [
+            ["32", "64", "1"],
+            ["32", "256", "4"],
+            ["8", "256", "1"],
+        ]
 
 
 @pytest.mark.slow
