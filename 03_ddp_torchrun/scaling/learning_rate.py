@@ -2,7 +2,7 @@
 
 Run: torchrun --nproc-per-node=2 03_ddp_torchrun/scaling/learning_rate.py
 Expect: the validation loss, by global batch size, steps and rate. After one epoch the
-    large batch is behind at every rate; after as many steps it is ahead.
+    large batch is behind at all three; after as many steps it is ahead.
 """
 
 import math
@@ -76,7 +76,8 @@ def main() -> None:
             doubled < kept - 0.01,
             as_long < small - 0.01,
         ]
-    check(all(is_right), "after an epoch no rate makes up for fewer steps; twice helps")
+    claim = "after an epoch none of 3 rates makes up for fewer steps; twice helps"
+    check(all(is_right), claim)
     leave()
 
 
