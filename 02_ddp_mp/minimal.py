@@ -36,17 +36,18 @@ def train_shard(rank: int, world_size: int, device: torch.device) -> None:
     loader = DataLoader(dataset, batch_size, sampler=sampler, drop_last=True)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
-        total = torch.zeros((), device=device)
+        losses = []
         for places, heights in loader:
             outputs = ddp_model(places.to(device))
             loss = nn.functional.mse_loss(outputs, heights.to(device))
             loss.backward()  # afterwards every rank has the mean gradient
             optimizer.step()
             optimizer.zero_grad()
-            total += loss.detach()
-        dist.all_reduce(total, op=dist.ReduceOp.AVG)  # every rank calls this
+            losses.append(loss.detach())
+        mean = torch.stack(losses).mean()
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)  # every rank calls this
         if rank == 0:
-            print(f"epoch {epoch} | mean loss {total.item() / len(loader):.5f}")
+            print(f"epoch {epoch} | mean loss {mean.item():.5f}")
     if rank == 0:
         torch.save(model.state_dict(), "minimal.pt")
 
