@@ -18,9 +18,9 @@ from terrain import TerrainModel, load_terrain, sample_points
 
 
 class NaiveDDP(nn.Module):
-    """A replica of a module on every rank, used nearly as DDP is (see README.md).
+    """A replica of a module on every rank, used as DDP is, but for one call.
 
-    `finish_gradient_sync()` comes before `optimizer.step()`; DDP waits in backward.
+    Call `finish_gradient_sync()` before `optimizer.step()`; DDP does that in backward.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,76 +1,45 @@
-"""Learn a landscape in one process: the baseline of everything in this chapter.
+"""Train in one process: minimal.py before anything is distributed.
 
-Run: python 02_ddp_mp/one_process.py --max_epochs=2 --batch_size=64
-Expect: the loss of each epoch, the error on held-out points, and the fact on which data
-    parallelism stands: two half batches have the mean gradient of the whole batch.
+Run: python 02_ddp_mp/one_process.py
+Expect: the mean loss of each epoch; the weights in minimal.pt.
 """
 
-import sys
-
 import torch
-from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, RandomSampler
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from ranks import number, read_options
-from terrain import (
-    TerrainModel,
-    batch_gradient,
-    load_terrain,
-    rmse_in_metres,
-    sample_points,
-)
+EPOCHS, BATCH_SIZE = 3, 64
 
 
-def train_epoch(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader
-) -> float:
-    """Take a step on each batch of places (B, 2), heights (B, 1); return the loss."""
-    device, losses = next(model.parameters()).device, []
-    for batch in loader:
-        places, heights = (tensor.to(device) for tensor in batch)
-        optimizer.zero_grad()
-        loss = mse_loss(model(places), heights)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return sum(losses) / len(losses)
+def make_dataset() -> TensorDataset:
+    """Draw places and heights."""
+    places = torch.rand(4096, 2, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(places, torch.sin(6 * places).prod(dim=1, keepdim=True))
 
 
-def main() -> None:
-    """Train, evaluate, and compare the gradient of a batch with those of its halves."""
-    options = read_options(
-        max_epochs={"type": number(1, 1000), "default": 10, "help": "passes"},
-        batch_size={"type": number(1, 4096), "default": 64, "help": "points in a step"},
-    )
-    device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    terrain = load_terrain()
-    train_set, held_out = sample_points(terrain)
+def main(device: torch.device) -> None:
+    """Train on all samples, print and save."""
     torch.manual_seed(0)
-    model = TerrainModel().to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    order = torch.Generator()
-    sampler = RandomSampler(train_set, generator=order)
-    loader = DataLoader(train_set, options.batch_size, sampler=sampler, drop_last=True)
-    for epoch in range(options.max_epochs):
+    model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    dataset, order = make_dataset(), torch.Generator()
+    sampler = RandomSampler(dataset, generator=order)  # as shuffle=True, and seeded
+    loader = DataLoader(dataset, BATCH_SIZE, sampler=sampler, drop_last=True)
+    for epoch in range(EPOCHS):
         order.manual_seed(epoch)
-        loss = train_epoch(model, optimizer, loader)
-        print(f"epoch {epoch} | steps {len(loader)} | mean loss {loss:.3f}")
-    error, baseline = rmse_in_metres(model, held_out, terrain), terrain.std
-    print(
-        f"held-out points: RMSE {error:.1f} m (predicting the mean: {baseline:.1f} m)"
-    )
-
-    batch = [tensor[:64].to(device) for tensor in held_out.tensors]
-    halves = zip(*(tensor.chunk(2) for tensor in batch), strict=True)
-    of_halves = torch.stack([batch_gradient(model, *half) for half in halves])
-    whole = batch_gradient(model, *batch)
-    error = ((of_halves.mean(dim=0) - whole).abs().max() / whole.abs().max()).item()
-    if not error < 1e-5:
-        sys.exit(f"two half batches: mean gradient {error:.0e} from the whole batch's")
-    print(
-        f"check: mean gradient of two half batches {error:.0e} from the whole batch's"
-    )
+        losses = []
+        for places, heights in loader:
+            outputs = model(places.to(device))
+            loss = nn.functional.mse_loss(outputs, heights.to(device))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        mean = torch.stack(losses).mean()
+        print(f"epoch {epoch} | mean loss {mean.item():.5f}")
+    torch.save(model.state_dict(), "minimal.pt")
 
 
 if __name__ == "__main__":
-    main()
+    # True: one that is there, not only one that this torch is built for.
+    main(torch.accelerator.current_accelerator(True) or torch.device("cpu"))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from matplotlib.cbook import get_sample_data
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 
 class Terrain(NamedTuple):
@@ -89,6 +89,21 @@ class TerrainModel(nn.Module):
         """Draw the heights at some places."""
         angles = places @ self.frequencies
         return self.layers(torch.cat([angles.sin(), angles.cos()], dim=-1))
+
+
+def train_epoch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader
+) -> float:
+    """Take a step on each batch of places (B, 2), heights (B, 1); return the loss."""
+    device, losses = next(model.parameters()).device, []
+    for batch in loader:
+        places, heights = (tensor.to(device) for tensor in batch)
+        optimizer.zero_grad()
+        loss = mse_loss(model(places), heights)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses) / len(losses)
 
 
 @torch.no_grad()

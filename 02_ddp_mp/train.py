@@ -1,8 +1,8 @@
 """Train on several ranks with `mp.spawn` and DistributedDataParallel (DDP).
 
 Run: python 02_ddp_mp/train.py --max_epochs=2 --batch_size=32
-Expect: batches and local loss of each rank; then the mean loss and the RMSE of
-    `one_process.py --batch_size=64`.
+Expect: batches and local loss of each rank; then the mean loss and the RMSE, which are
+    those of `--nprocs=1 --batch_size=64`.
 """
 
 import argparse
@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import ranks
-from one_process import train_epoch
 from ranks import check, fail, gather, number, say
 from terrain import (
     TerrainModel,
@@ -24,6 +23,7 @@ from terrain import (
     load_terrain,
     rmse_in_metres,
     sample_points,
+    train_epoch,
 )
 
 

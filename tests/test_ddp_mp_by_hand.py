@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import runpy
 import sys
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -535,7 +536,7 @@ def test_buckets_are_as_large_as_ddp_s(worker_pool: WorkerPool) -> None:
     assert inspect.signature(ours).parameters["bucket_cap_mb"].default == 25
     for path, words in {
         "README.md": "`bucket_cap_mb` or more: 25 by default, as in DDP",
-        "timeline/README.md": "its first bucket is full at 1 MB, so that it",
+        "timeline/README.md": "then its first is full at 1 MB, the others at 25.",
     }.items():
         assert words in " ".join((ROOT / CHAPTER / path).read_text("utf-8").split())
 
@@ -678,12 +679,16 @@ def test_wrong_use_is_an_error(worker_pool: WorkerPool) -> None:
             assert "require" in errors[f"{way} frozen"]
 
 
-def gradient_after_logging(operation: str) -> tuple[list[float], str]:
-    """All-reduce a loss's detached value before backward; return what comes of it."""
+def gradient_after_logging(
+    operation: str, detached: bool = True
+) -> tuple[list[float], str]:
+    """All-reduce a loss, or its value, before backward; return what comes of it."""
     weight = torch.tensor([3.0, 4.0], requires_grad=True)
-    loss = weight.square().sum().sqrt()  # whose backward pass reads its value, 5
+    # Only a square root's backward pass reads its value, here 5.
+    loss = weight.square().sum().sqrt() if detached else (weight + 0.0).sum()
     if operation:
-        dist.all_reduce(loss.detach(), op=getattr(dist.ReduceOp, operation))
+        tensor = loss.detach() if detached else loss
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation))
     try:
         loss.backward()
     except RuntimeError as error:
@@ -702,3 +707,26 @@ def test_a_detached_loss_shares_memory_with_the_loss(worker_pool: WorkerPool) ->
     assert len(found) == 2
     for gradient, said in found:
         assert gradient == [] and "modified by an inplace operation" in said
+
+
+def warnings_of_an_averaged_loss() -> list[str]:
+    """Return what is said, which it is otherwise only once in a process."""
+    before = torch.is_warn_always_enabled()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.set_warn_always(True)
+        gradient_after_logging("AVG", False)
+        torch.set_warn_always(before)
+    return [str(warning.message) for warning in caught]
+
+
+def test_an_averaged_loss_divides_the_gradients_once_more(
+    worker_pool: WorkerPool,
+) -> None:
+    for operation, due in (("", 1.0), ("SUM", 1.0), ("AVG", 1 / 3)):
+        found = worker_pool.run(gradient_after_logging, operation, False, world_size=3)
+        assert found == [(pytest.approx([due, due]), "")] * 3
+    said = worker_pool.run(warnings_of_an_averaged_loss)
+    assert len(said) == 2
+    for warning, *others in said:
+        assert "an autograd kernel was not registered" in warning and others == []
