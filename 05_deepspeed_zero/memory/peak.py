@@ -96,6 +96,7 @@ class Job(NamedTuple):
     live: int = 1_000_000_000  # stage3_max_live_parameters
     adam: str = "foreach"  # one of ADAMS
     threshold: int = 100_000  # stage3_param_persistence_threshold
+    micro_batches: int = 1  # whose gradients a step adds up
 
 
 def activation_bytes(job: Job) -> int:
@@ -149,6 +150,10 @@ def rank_bytes(job: Job, stage: int, world_size: int) -> dict[str, float]:
     found["gathered"] = gathered if stage == 3 and world_size > 1 else 0
     found["activations"] = activation_bytes(job)
     step, host = peak_bytes(found, run, job.adam), 0.0
+    if stage == 2 and job.micro_batches > 1 and not accumulate:
+        # The sum over the earlier ones, until the last one's is added to it.
+        own = sum(own_tensors(job.sizes, rank, world_size))
+        found["gradients"] += each.gradient * own
     if job.offload != "none":
         # Beside the state the host has two buffers for the shard's gradients, one in
         # float32 and one in the model's precision. From stage 2 on they are collected
