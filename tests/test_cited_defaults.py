@@ -270,7 +270,7 @@ def keys_that_deepspeed_reads() -> tuple[set[str], set[str], set[str], list[str]
     """Return what it reads, what it refuses, our keys, and how one refusal begins."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
-    from deepspeed.runtime import config
+    from deepspeed.runtime import config, precision_config
 
     Noting.asked = set()
     config.DeepSpeedConfig(Noting(train_batch_size=1))
@@ -294,14 +294,15 @@ def keys_that_deepspeed_reads() -> tuple[set[str], set[str], set[str], list[str]
         with pytest.raises(config.DeepSpeedConfigError) as refused:
             config.DeepSpeedConfig({"train_batch_size": 1, key: {}})
         said.append(str(refused.value))
-    return Noting.asked - removed, removed, known, said
+    hysteresis = precision_config.DeepSpeedFP16Config().hysteresis
+    return Noting.asked - removed, removed, known, said, hysteresis
 
 
 def test_known_keys_are_what_deepspeed_reads_or_refuses(
     worker_pool: WorkerPool,
 ) -> None:
     # In a worker, which has imported DeepSpeed already.
-    ((read, removed, known, said),) = worker_pool.run(
+    ((read, removed, known, said, hysteresis),) = worker_pool.run(
         keys_that_deepspeed_reads, world_size=1
     )
     assert len(read) > 50 and {"zero_optimization", "comet", "timers"} <= read
@@ -310,6 +311,8 @@ def test_known_keys_are_what_deepspeed_reads_or_refuses(
     assert removed <= known and "amp" in removed
     assert len(said) == len(removed) == 11
     assert [text for text in said if "removed" not in text] == []
+    page = " ".join((ROOT / "WHEN_IT_GOES_WRONG.md").read_text("utf-8").split())
+    assert hysteresis == 2 and "(`hysteresis`, 2 by default)" in page
 
 
 def test_barrier_that_guesses_its_device_warns_in_these_words() -> None:

@@ -345,6 +345,11 @@ def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
         "moved": moved_by_clipping(),
         "problem": unknown_key(config),
         "nested": unknown_key({"zero_optimization": {"stge": 1}}),
+        "no object": [
+            unknown_key(one)
+            for one in ([], 5, None, "auto")
+            for one in (one, {"zero_optimization": one})
+        ],
         "own": [
             unknown_key(modules[name].CONFIG)
             for name in ("stage_0", "stage_1", "stage_2", "stage_3", "recipe")
@@ -1114,6 +1119,11 @@ def test_deepspeed_clips_and_overlooks_unless_told(
         found["nested"]
         == "zero_optimization: unknown key 'stge'; did you mean 'stage'?"
     )
+    assert found["no object"] == [
+        f"{section}{text} is no JSON object, {{...}}"
+        for text in ("[]", "5", "null", '"auto"')
+        for section in ("", "zero_optimization: ")
+    ]
     assert found["own"] == [""] * 5
 
 

@@ -36,21 +36,23 @@ zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
 KNOWN_KEYS = set(KEYS.split())
 
 
-def unknown_key(config: dict[str, Any]) -> str:
+def unknown_key(config: Any) -> str:
     """Name a key that DeepSpeed does not know, and what may have been meant, or ''.
 
-    DeepSpeed overlooks an unknown key at the top level: `zero_optimisation` trains at
-    stage 0. In the section `zero_optimization` it refuses one, in four lines.
+    Or say what is no JSON object where one has to be. At the top level DeepSpeed
+    overlooks an unknown key: `zero_optimisation` trains at stage 0. In the section
+    `zero_optimization` it refuses one, in four lines.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     fields = DeepSpeedZeroConfig.model_fields
     names = [*fields, *(f.alias for f in fields.values() if f.alias)]
-    sections: list[tuple[str, Iterable[str], Iterable[str]]] = [
-        ("", config, KNOWN_KEYS),
-        ("zero_optimization: ", config.get("zero_optimization", {}), names),
-    ]
+    sections: list[tuple[str, Any, Iterable[str]]] = [("", config, KNOWN_KEYS)]
+    if isinstance(config, dict) and "zero_optimization" in config:
+        sections += [("zero_optimization: ", config["zero_optimization"], names)]
     for section, keys, known in sections:
+        if not isinstance(keys, dict):
+            return f"{section}{json.dumps(keys)[:40]} is no JSON object, {{...}}"
         for key in keys:
             if key not in known:
                 close = difflib.get_close_matches(key, known, n=1)
