@@ -17,7 +17,7 @@ from train_and_compare import average_gradients, main
 
 def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's n-th of a contiguous tensor, flat: a view, no copy."""
-    length = -(-tensor.numel() // dist.get_world_size())  # the last may be shorter
+    length = -(-tensor.numel() // dist.get_world_size())  # the last ones may be shorter
     return tensor.detach().view(-1)[length * dist.get_rank() :][:length]
 
 
