@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from launch import ROOT, deepspeed, torchrun
 from scripts import load_apart, load_chapter
@@ -187,12 +188,12 @@ def resumable(
         assert loss == evaluate(*arguments) and arguments[0].training
         return loss
 
-    def save_or_die(state: Any, file: Path) -> None:
+    def save_or_die(state: Any, file: str) -> None:
         if path.exists():
             older.append(path.open("rb"))
         save(state, file)
         if dies_in == "save" and called == ["evaluate"] * 2:
-            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+            os.truncate(file, os.path.getsize(file) // 2)
             raise Died
 
     set_epoch = mock.patch.object(
@@ -355,7 +356,7 @@ def test_an_epoch_without_a_whole_step_is_refused(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
     (said,) = worker_pool.run(refusal, str(tmp_path), world_size=1)
-    assert said == "512 samples are too few for 1 ranks"
+    assert said == "too few samples"
     assert not list(tmp_path.iterdir())
 
 
@@ -370,10 +371,148 @@ def test_a_checkpoint_of_another_model_is_named(
         before = path.read_bytes()
         (said,) = worker_pool.run(refusal, str(tmp_path), 16, world_size=1)
         (line,) = str(said).splitlines()
-        name, _, cause = line.partition(": another model? Move it away: ")
+        name, _, cause = line.partition(": another model or optimizer: ")
         assert name.endswith(FILE)
         assert ("Unexpected key(s)" in cause) if model else (cause == "'model'")
         assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["", "no checkpoint", None])
+def test_a_damaged_checkpoint_is_refused_before_the_group_is_joined(
+    tmp_path: Path, content: str | None
+) -> None:
+    module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
+    path = tmp_path / FILE
+    torch.save(torch.zeros(1000), path)
+    if content is None:
+        os.truncate(path, path.stat().st_size // 2)
+    else:
+        path.write_text(content)
+    before = path.read_bytes()
+    with (
+        mock.patch.object(module, "FILE", path),
+        mock.patch.object(torch.distributed, "init_process_group") as join,
+        pytest.raises(SystemExit) as stop,
+    ):
+        module.main()
+    assert stop.value.code == f"{path} is damaged, or no checkpoint: move it away"
+    assert not join.called and path.read_bytes() == before
+
+
+def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr)
+
+
+def end_with(folder: str, **replaced: Any) -> str:
+    """Train as `one_folder_each` does, in one folder; return with what it ends.
+
+    `replaced` says what stands in the place of the model, the optimizer or DDP.
+    """
+    places = {"GPT": "minimal_resumable", "AdamW": "optim"}
+    module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
+    local_size = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+    config = partial(module.GPTConfig, **SMALL)
+    output = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        for name, new in replaced.items():
+            where = {"optim": torch.optim, "minimal_resumable": module}
+            place = where.get(places.get(name, ""), torch.nn.parallel)
+            stack.enter_context(mock.patch.object(place, name, new))
+        for patch in (
+            mock.patch.dict(os.environ, local_size),
+            mock.patch.object(torch.distributed, "init_process_group"),
+            mock.patch.multiple(module, GPTConfig=config, FILE=Path(folder, FILE)),
+            contextlib.redirect_stdout(output),
+        ):
+            stack.enter_context(patch)
+        try:
+            module.main()
+        except SystemExit as stop:
+            return str(stop.code)
+    return output.getvalue()
+
+
+@pytest.mark.parametrize(("saved_by", "missing"), [(None, "momentum"), (sgd, "betas")])
+def test_another_optimizer_s_checkpoint_is_named(
+    worker_pool: WorkerPool, tmp_path: Path, saved_by: Any, missing: str
+) -> None:
+    first, then = ({"AdamW": one} if one else {} for one in (saved_by, sgd))
+    then = {} if saved_by else then
+    (said,) = worker_pool.run(partial(end_with, **first), str(tmp_path), world_size=1)
+    assert "epoch 1 | validation loss " in said
+    before = (tmp_path / FILE).read_bytes()
+    (said,) = worker_pool.run(partial(end_with, **then), str(tmp_path), world_size=1)
+    assert said.endswith(f"{FILE}: another model or optimizer: '{missing}'")
+    assert "\n" not in said
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+def unfrozen_after_wrapping(model: Any) -> DistributedDataParallel:
+    """Wrap when one small layer is frozen."""
+    model.final_norm.requires_grad_(False)
+    wrapped = DistributedDataParallel(model)
+    model.final_norm.requires_grad_(True)
+    return wrapped
+
+
+def bare(model: Any) -> Any:
+    """Let the loop train the model itself, which communicates nothing."""
+    model.no_sync = contextlib.nullcontext
+    DistributedDataParallel(model)
+    return model
+
+
+@pytest.mark.parametrize("wrap", [unfrozen_after_wrapping, bare])
+def test_ranks_with_different_weights_are_stopped_and_save_nothing(
+    worker_pool: WorkerPool, tmp_path: Path, wrap: Any
+) -> None:
+    run = partial(end_with, DistributedDataParallel=wrap, AdamW=at_a_tiny_rate)
+    said = worker_pool.run(run, str(tmp_path), world_size=2)
+    assert len(said) == 2 and said[0] == said[1]
+    begin = r"epoch 0: the ranks' weights differ; their norms: \[(\S+), (\S+)\]"
+    match = re.fullmatch(begin, said[0])
+    assert match and 0 < abs(float(match[1]) - float(match[2])) < 1e-4
+    assert not list(tmp_path.iterdir())
+
+
+def at_a_tiny_rate(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Change weights so little that no more than the ninth digit shows it."""
+    return torch.optim.SGD(parameters, lr=1e-6)
+
+
+class Normalised(torch.nn.Module):
+    """Predicts all bytes of a sample from its first, by way of BatchNorm.
+
+    Its running statistics are those of the last batch, so of one rank's 16 samples.
+    """
+
+    def __init__(self, config: Any) -> None:
+        """Draw the weights."""
+        super().__init__()
+        self.norm, self.head = (
+            torch.nn.BatchNorm1d(1, momentum=1),
+            torch.nn.Linear(1, 256),
+        )
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss; both are (B, T)."""
+        logits = self.head(self.norm(inputs[:, :1].float()))
+        logits = logits[:, :, None].expand(-1, -1, labels.shape[1])
+        return torch.nn.functional.cross_entropy(logits, labels)
+
+
+def test_the_loss_that_is_printed_is_that_of_the_model_that_is_saved(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    run = partial(end_with, GPT=Normalised)
+    said, _ = worker_pool.run(run, str(tmp_path), world_size=2)
+    printed = float(said.splitlines()[-1].rpartition(" ")[2])
+    module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
+    model = Normalised(None).eval()
+    model.load_state_dict(torch.load(tmp_path / FILE)["model"])
+    held_out = module.WindowDataset(module.load_text(None, 128)[1], 128, 512)
+    _, inputs, labels = next(iter(torch.utils.data.DataLoader(held_out, 512)))
+    assert printed == pytest.approx(model(inputs, labels).item(), abs=6e-4)
 
 
 def steps_of_an_epoch() -> tuple[float, int, list[Any]]:
@@ -382,7 +521,7 @@ def steps_of_an_epoch() -> tuple[float, int, list[Any]]:
     Clipping, which would hide a wrong factor, is left out; its calls are returned.
     """
     module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
-    wrapper, rank = module.DistributedDataParallel, torch.distributed.get_rank()
+    wrapper, rank = DistributedDataParallel, torch.distributed.get_rank()
     torch.manual_seed(0)
     model = module.GPT(module.GPTConfig(**SMALL))
     alone = copy.deepcopy(model)
