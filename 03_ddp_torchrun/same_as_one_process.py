@@ -4,6 +4,7 @@ import copy
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 def plain_step(model, optimizer, loss_of, batch):
@@ -33,32 +34,31 @@ def same_as_one_process(
 ):
     """Train on all ranks and as one process; return whether it is the same, and a line.
 
-    Every rank calls this, and takes an equal part of each batch, a list of tensors, or
-    its item of `shards`. No dropout. DDP averages no buffers: a running mean differs.
-    Raises ValueError where a batch has no equal parts.
+    Each rank passes all of each batch, or its own `shards`. No dropout, no BatchNorm.
     """
     model, rank, world_size = build(), dist.get_rank(), dist.get_world_size()
     alone, first, due, now = copy.deepcopy(model), {}, {}, {}
-    found: list = [None] * world_size
+    assert all(p.itemsize != 2 for p in model.parameters()), "16 bits: build().float()"
     for tensor in [*alone.parameters(), *alone.buffers()]:  # as rank 0 has built it
         dist.broadcast(values := tensor.detach().contiguous(), src=0)
         tensor.data.copy_(values)
-    if not shards and any(len(t) % world_size for batch in batches for t in batch):
+    if not shards and any(len(t) % world_size for t in tree_leaves(batches)):
         raise ValueError(f"{world_size} ranks cannot share a batch evenly: use shards=")
-    shards = shards or [[t.chunk(world_size)[rank] for t in b] for b in batches]
+    shards = shards or tree_map(lambda t: t.chunk(world_size)[rank], batches)
     right = states(alone, alone, batches, loss_of, plain_step, lr)
     ours = states(model, wrap(model), shards, loss_of, train_step, lr)
     for step, (due, now) in enumerate(zip(right, ours, strict=True)):
         first, far = first or due, torch.dist
         off = [n for n in due if not torch.allclose(now[n], due[n], 1e-5, 1e-6)]
         moved = {n: (far(now[n], first[n]) / far(due[n], first[n])).item() for n in off}
-        dist.all_gather_object(found, moved)
+        dist.all_gather_object(found := [{}] * world_size, moved)
         if name := next((n for n in due if any(n in m for m in found)), ""):
             times = {r: round(m[name], 3) for r, m in enumerate(found) if name in m}
             when = f"after step {step}" if step else "before training"
             return False, f"differs {when}: {name} moved {times} times as far"
-    dist.all_gather_object(found, max(torch.dist(now[n], due[n]) for n in due))
+    distance = max(torch.dist(now[n], due[n]).item() for n in due)
+    dist.all_gather_object(far_off := [0.0] * world_size, distance)
     moved = max(torch.dist(due[n], first[n]) for n, _ in alone.named_parameters())
     same = "same as one process" if moved > 1e-4 else "tells nothing"
     same += f": {len(batches)} steps, loss and {len(due) - 1} tensors"
-    return bool(moved > 1e-4), f"{same} within {max(found):.0e}, moved {moved:.0e}"
+    return bool(moved > 1e-4), f"{same} within {max(far_off):.0e}, moved {moved:.0e}"

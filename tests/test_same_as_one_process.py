@@ -125,6 +125,16 @@ def loss_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return mse_loss(model(inputs), labels)
 
 
+def loss_of_inputs(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Mean square of a batch that is its inputs, (B, 6)."""
+    return model(batch).square().mean()
+
+
+def loss_by_name(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Mean squared error of a batch whose tensors have names."""
+    return mse_loss(model(batch["x"]), batch["y"])
+
+
 def batches_of(samples: int = 24) -> list[list[torch.Tensor]]:
     """Make three global batches, the same on every rank; the inputs' mean is not 0."""
     generator = torch.Generator().manual_seed(1)
@@ -318,6 +328,14 @@ RIGHT: dict[str, Case] = {
         "build": partial(build, Centred),
         "wrap": partial(ByHand, averages_buffers=True),
     },
+    "a batch is one tensor": {
+        "loss_of": loss_of_inputs,
+        "batches": [batch[0] for batch in batches_of()],
+    },
+    "a batch is a dict": {
+        "loss_of": loss_by_name,
+        "batches": [dict(zip("xy", batch, strict=True)) for batch in batches_of()],
+    },
     "no_sync": {"train_step": accumulate},
     # Right, although these send more than they need.
     "no no_sync": {"train_step": partial(accumulate, forward="", backward="")},
@@ -492,7 +510,7 @@ def mean_output(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return model(*batch).mean()
 
 
-def uneven_batches() -> str:
+def uneven_batches() -> list[str]:
     """Say what three samples on two ranks raise; shards of them are compared."""
     batch, own = [torch.ones(3, 1)], [torch.ones(2 - dist.get_rank(), 1)]
     ask_about = partial(
@@ -505,16 +523,42 @@ def uneven_batches() -> str:
     # All samples are alike, so that a mean of shards' means is the batch's.
     is_same, line = ask_about(shards=[own])
     assert is_same, line
-    with pytest.raises(ValueError, match="cannot share") as raised:
-        ask_about()
-    return str(raised.value)
+    said = []
+    for one in (batch, batch[0], {"x": batch[0]}):
+        with pytest.raises(ValueError, match="cannot share") as raised:
+            ask_about(batches=[one])
+        said.append(str(raised.value))
+    return said
 
 
 def test_a_batch_that_ranks_cannot_share_evenly_is_refused(
     worker_pool: WorkerPool,
 ) -> None:
     said = worker_pool.run(uneven_batches)
-    assert said == ["2 ranks cannot share a batch evenly: use shards="] * 2
+    assert said == [["2 ranks cannot share a batch evenly: use shards="] * 3] * 2
+
+
+def half_precision(dtype: torch.dtype) -> str:
+    """Ask about a model in 16 bits, and about the same in 32."""
+    ask_about = partial(
+        LESSON.same_as_one_process,
+        loss_of=loss_of,
+        wrap=DistributedDataParallel,
+        batches=batches_of(),
+    )
+    is_same, line = ask_about(build=lambda: build().to(dtype).float())
+    assert is_same, line
+    with pytest.raises(AssertionError) as raised:
+        ask_about(build=lambda: build().to(dtype))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_of_16_bits_is_refused(
+    worker_pool: WorkerPool, dtype: torch.dtype
+) -> None:
+    said = worker_pool.run(half_precision, dtype)
+    assert said == ["16 bits: build().float()"] * 2
 
 
 # --- The file, which others are to carry away. ----------
@@ -524,7 +568,7 @@ def test_it_is_short_and_needs_torch_alone() -> None:
     text = FILE.read_text()
     assert len(text.splitlines()) <= 64
     imported = re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE)
-    assert imported == ["copy", "torch", "torch"]
+    assert imported == ["copy", "torch", "torch", "torch"]
 
 
 def test_your_model(worker_pool: WorkerPool) -> None:
