@@ -247,6 +247,8 @@ def evaluate(
     was_training = model.training
     model.eval()
     shard = range(dist.get_rank(group), len(dataset), dist.get_world_size(group))
+    for buffer in model.buffers():  # BatchNorm's statistics, as rank 0 saves them
+        dist.broadcast(buffer, group=group, group_src=0)
     for start in range(0, len(shard), batch_size):
         inputs, labels = dataset.batch(shard[start : start + batch_size])
         loss = model(inputs.to(device), labels.to(device))

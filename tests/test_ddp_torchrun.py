@@ -318,6 +318,40 @@ def test_held_out_text_may_be_too_short_to_share(
     assert "check: 4 rank(s) hold the same bits" in runs[0].output
 
 
+class Shifted(torch.nn.Module):
+    """Has a loss that is a buffer, as if it were a running mean."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        """Begin with the number of the rank."""
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.register_buffer("mean", torch.tensor(5.0 + dist.get_rank()))
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> Any:
+        """Return the loss."""
+        return self.weight + self.mean
+
+
+def loss_of_buffers() -> list[float]:
+    """Evaluate alone, and together, when each rank has statistics of its own."""
+    data = module("data")
+    dataset = data.WindowDataset(torch.zeros(3 * T + 1, dtype=torch.uint8), T, 3)
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return [
+        data.evaluate(Shifted(), dataset, group=groups[dist.get_rank()]),
+        data.evaluate(Shifted(), dataset),
+    ]
+
+
+def test_validation_is_by_the_running_statistics_that_rank_zero_saves(
+    worker_pool: WorkerPool,
+) -> None:
+    by_rank = worker_pool.run(loss_of_buffers, world_size=2)
+    assert by_rank == [[5.0, 5.0], [6.0, 5.0]]
+
+
 def test_printed_loss_is_the_mean_over_ranks(
     worker_pool: WorkerPool, text: Path
 ) -> None:
