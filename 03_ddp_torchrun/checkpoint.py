@@ -38,27 +38,24 @@ class Start(NamedTuple):
 
 
 class StopSignal:
-    """A signal that one rank gets first, and that all ranks obey after one step.
+    """Ends all ranks after the same step, whichever of them gets a signal first.
 
-    A cluster sends it before the time of a job is up. Were each rank to stop when it
-    gets the signal, one would leave a step early and the others would wait for it.
+    In each step they add up how many signals they have noted, and all leave when the
+    sum is not 0. A rank that left by itself would keep the others waiting.
     """
 
     def __init__(self, number: int = signal.SIGUSR1, has_workers: bool = False) -> None:
         """Note the signal from now on, not die of it; every rank calls this."""
         self.noted, self.total = list[int](), torch.zeros(1)
         self.reducing: dist.Work | None = None
-        # The handler outlives the run. A method of this object as the handler would
-        # keep the object and its process group alive as well, so it gets a list.
-        noted = self.noted
+        noted = self.noted  # the handler, which lasts, must not hold self and its group
         signal.signal(number, lambda number, _: noted.append(number))
         if has_workers:
-            # The processes that load data get the signal too, and would die of it. But
-            # what is blocked here stays so in the server that forks them, and in them.
+            # The workers' server, and so the workers, inherit that it is blocked.
             signal.pthread_sigmask(signal.SIG_BLOCK, [number])
             forkserver.ensure_running()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
-        # A tensor on a GPU could be read only after all that the GPU has yet to do.
+        # On the CPU, by gloo: to read a GPU's tensor is to wait for all of its work.
         is_cpu = dist.get_backend() == "gloo"
         self.group = None if is_cpu else dist.new_group(backend="gloo")
 
@@ -69,7 +66,7 @@ class StopSignal:
         """
         if self.reducing is not None:
             self.reducing.wait()
-        if self.total.item() > 0:  # the signals that all ranks had noted a step ago
+        if self.total.item() > 0:
             return True
         self.total = torch.tensor([float(len(self.noted))])
         self.reducing = dist.all_reduce(self.total, group=self.group, async_op=True)

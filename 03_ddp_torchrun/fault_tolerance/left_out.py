@@ -2,7 +2,7 @@
 
 Run: torchrun --nproc-per-node=2 03_ddp_torchrun/fault_tolerance/left_out.py
 Expect: with all entries, the bits of the uninterrupted run. Without one of them either
-    the weights are others, or the samples of the epoch do not add up.
+    the weights are others, or (step, seen) the samples of the epoch do not add up.
 """
 
 import copy
@@ -90,9 +90,8 @@ def main() -> None:
         say(f"{entry:12}{off:14.1e}  {counted}")
         wrong += [entry] if off or counted != in_order else []
     is_right = tuple(wrong) == ENTRIES[1:]
-    check(
-        is_right, f"the same bits with all {len(wrong)} entries, wrong without any one"
-    )
+    claim = f"the same with all {len(wrong)} entries, other weights or samples without"
+    check(is_right, f"{claim} any one")
     leave()
 
 
