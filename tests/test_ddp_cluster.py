@@ -551,6 +551,59 @@ def test_slurm_script_starts_as_many_ranks_as_it_asks_for(
         )
 
 
+REHEARSE = ROOM / "rehearse.sh"
+
+
+def rehearse(folder: Path, torchrun: str, **more: str) -> Result:
+    """Rehearse slurm.sbatch with a stand-in for torchrun."""
+    stand_in = folder / "torchrun"
+    stand_in.write_text(f"#!/bin/bash\n{torchrun}\n")
+    stand_in.chmod(0o755)
+    environment = clean_environment(RANKS="1", **more)
+    environment["PATH"] = f"{folder}{os.pathsep}{environment['PATH']}"
+    words = [REHEARSE, SLURM, "my.py", "--checkpoint=my.pt"]
+    return run(["bash", *words], env=environment, cwd=folder)
+
+
+def test_rehearsed_job_starts_on_both_nodes_and_again_when_told(tmp_path: Path) -> None:
+    body = 'echo "task | $*"\n[ -e once ] || touch my.pt.requeue\nsleep 1\ntouch once'
+    result = rehearse(tmp_path, body)
+    assert result.returncode == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[2] == "rehearse: queued again" and len(lines) == 5
+    for pair in (lines[:2], lines[3:]):
+        second, first = sorted(pair, key=lambda line: "is_host=1" in line)
+        assert " --nnodes=2 --nproc-per-node=1 " in first and "is_host=0" in second
+        assert first.endswith(" my.py --checkpoint=my.pt")
+        assert " --local-addr=localhost " in first
+        assert " --local-addr=127.0.0.1 " in second
+        port = r"--rdzv-endpoint=localhost:(2\d{4}) "
+        assert re.findall(port, first) == re.findall(port, second) != []
+
+
+def test_rehearsed_time_limit_is_a_signal_to_both_nodes(tmp_path: Path) -> None:
+    # The second time there is no limit left to wait for.
+    body = """[ -e node0 ] && [ -e node1 ] && exit
+stop() {
+    touch my.pt.requeue "node$SLURM_NODEID"
+    until [ -e node0 ] && [ -e node1 ]; do sleep 0.05; done
+    exit 1
+}
+trap stop USR1
+for _ in {1..100}; do sleep 0.1; done"""
+    result = rehearse(tmp_path, body, LIMIT="1")
+    assert result.returncode == 0, result.output
+    assert result.stdout.splitlines() == ["rehearse: queued again"]
+    assert (tmp_path / "node0").exists() and (tmp_path / "node1").exists()
+
+
+def test_rehearsed_node_that_fails_ends_the_other(tmp_path: Path) -> None:
+    body = '[ "$SLURM_NODEID" = 0 ] || exit 3\nsleep 1\nexec sleep 60'
+    begin = time.monotonic()
+    assert rehearse(tmp_path, body).returncode == 3
+    assert time.monotonic() - begin < 30
+
+
 # --- One line for each mistake. ----------
 
 
