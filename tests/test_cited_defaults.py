@@ -266,7 +266,7 @@ LITERAL = (
 )
 
 
-def keys_that_deepspeed_reads() -> tuple[set[str], set[str], set[str], list[str]]:
+def keys_that_deepspeed_reads() -> tuple[set[str], set[str], set[str], list[str], int]:
     """Return what it reads, what it refuses, our keys, and how one refusal begins."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed

@@ -159,7 +159,7 @@ def what_loads_too_little(folder: str) -> dict[str, Any]:
             torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8)
         )
         net[0].requires_grad_(False)
-        net[1].running_mean += seed
+        torch.nn.init.constant_(net[1].running_mean, seed)  # type: ignore[arg-type]
         groups = [
             {"params": [net[2].weight], "weight_decay": 0.1},
             {"params": [*net[1].parameters(), net[2].bias], "weight_decay": 0.0},
@@ -200,7 +200,7 @@ def what_loads_too_little(folder: str) -> dict[str, Any]:
         names = set(engine.module.state_dict())
         engine.destroy()
         dist.barrier()
-        whole = get_fp32_state_dict_from_zero_checkpoint(str(path), tag="half")
+        whole: Any = get_fp32_state_dict_from_zero_checkpoint(str(path), tag="half")
         said["consolidated"][stage] = sorted(names - set(whole))
         modules["resume_elsewhere"].to_universal(path)
         other = new_engine(stage, seed=1, is_universal=True)
