@@ -138,7 +138,8 @@ def what_loads_too_little(folder: str) -> dict[str, Any]:
     Part 0 of the net is frozen, part 1 has buffers, and the weight of part 2 has a
     parameter group of its own. Under a stage is, for each part, whether the universal
     checkpoint has changed it, and the groups' weight decay; under "alone" the same
-    after `load_module_only` in stage 3; under "consolidated" what it lacks.
+    after `load_module_only` in stage 3; under "consolidated" what it lacks,
+    and how shards whose gradients are accumulated in fp32 are refused.
     """
     forget_earlier_group()
     modules, said = load_chapter(ROOM), {}
@@ -209,6 +210,18 @@ def what_loads_too_little(folder: str) -> dict[str, Any]:
     other = new_engine(3, seed=1)
     step(other)
     said["alone"] = loaded(other, Path(folder, "3"), "half", load_module_only=True)
+    config["bf16"] = {"enabled": True}
+    config["data_types"] = {"grad_accum_dtype": "fp32"}
+    for stage in (1, 2):
+        engine = new_engine(stage, seed=0)
+        engine.save_checkpoint(f"{folder}/fp32", tag=str(stage))
+        engine.destroy()
+        dist.barrier()
+        try:
+            get_fp32_state_dict_from_zero_checkpoint(f"{folder}/fp32", tag=str(stage))
+            said[f"fp32 in {stage}"] = ""
+        except ValueError as error:
+            said[f"fp32 in {stage}"] = str(error).split("/")[-1]
     return said
 
 
@@ -397,4 +410,8 @@ def test_what_loads_too_little_without_an_error(tmp_path: Path) -> None:
         "2": [[False, False, True], [0.1, 0.0]],
         "3": [[False, False, True], [0.1, 0.1]],
         "alone": [[True, True, False], [0.1, 0.0]],
+        # With gradients accumulated in fp32, only stage 1 cannot be consolidated.
+        "fp32 in 1": "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt is not a zero "
+        "checkpoint",
+        "fp32 in 2": "",
     }

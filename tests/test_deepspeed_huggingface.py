@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import itertools
 import re
 import tempfile
 from pathlib import Path
@@ -116,14 +117,21 @@ def train_and_accumulate(accumulates: bool) -> dict[str, Any]:
     return found
 
 
-def rates_of_a_schedule(prepared: str) -> list[float]:
+def rates_of_a_schedule(
+    prepared: str, split_batches: bool = False, **settings: Any
+) -> list[float]:
     """Take three steps under accelerate; return the rates of a schedule of six."""
     forget_earlier_group()
     module: Any = load_chapter(ROOM)["with_accelerate"]
     module.prepare(module.CONFIG)
     plugin = module.DeepSpeedPlugin(hf_ds_config=module.CONFIG)
     named = [module.InitProcessGroupKwargs(backend="gloo")]
-    accelerator = module.Accelerator(deepspeed_plugin=plugin, kwargs_handlers=named)
+    from accelerate import DataLoaderConfiguration
+
+    settings["dataloader_config"] = DataLoaderConfiguration(split_batches=split_batches)
+    accelerator = module.Accelerator(
+        deepspeed_plugin=plugin, kwargs_handlers=named, **settings
+    )
     model: Any = module.small_model()
     samples: Any = torch.ones(24, 4, dtype=torch.long)
     adamw = torch.optim.AdamW(model.parameters(), lr=1.0)
@@ -134,7 +142,7 @@ def rates_of_a_schedule(prepared: str) -> list[float]:
     schedule = parts[-1] if with_model else schedule
     schedule = accelerator.prepare(schedule) if prepared == "alone" else schedule
     rates = []
-    for batch in parts[2]:
+    for batch in itertools.islice(parts[2], 3):
         accelerator.backward(parts[0](input_ids=batch, labels=batch).loss)
         schedule.step()
         rates += schedule.get_last_lr()
@@ -270,17 +278,20 @@ def test_without_accumulate_every_batch_takes_a_step_and_nobody_says_so(
 
 
 @pytest.mark.parametrize(
-    ("prepared", "each"),
+    ("prepared", "each", "settings"),
     [
-        ("with the model", 2),
-        pytest.param("alone", 1, marks=pytest.mark.slow),
-        pytest.param("not at all", 1, marks=pytest.mark.slow),
+        ("with the model", 2, {}),
+        ("with the model", 1, {"step_scheduler_with_optimizer": False}),
+        ("with the model", 1, {"split_batches": True}),
+        pytest.param("alone", 1, {}, marks=pytest.mark.slow),
+        pytest.param("not at all", 1, {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_schedule_given_to_prepare_takes_a_step_for_each_rank(
-    zero_pools: Pools, prepared: str, each: int
+    zero_pools: Pools, prepared: str, each: int, settings: dict[str, Any]
 ) -> None:
-    found = zero_pools(2).run(rates_of_a_schedule, prepared, world_size=2)
+    job = functools.partial(rates_of_a_schedule, prepared, **settings)
+    found = zero_pools(2).run(job, world_size=2)
     due = [1 - each * step / 6 for step in (1, 2, 3)]
     assert [pytest.approx(rates) for rates in found] == [due] * 2
 

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.cpp_extension import get_default_build_root
 
@@ -217,6 +218,36 @@ def losses_with_clipping(folder: str) -> dict[str, tuple[list[float], set[float]
     return found
 
 
+def weights_by_offload(stage: int, clipping: float) -> dict[str, torch.Tensor]:
+    """Train in fp32 for 20 steps without offload and with it; return the weights."""
+    forget_earlier_group()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        "gradient_clipping": clipping,
+    }
+    load_chapter(ROOM)["deepspeed_setup"].prepare(config)
+    import deepspeed
+
+    found = {}
+    for name, settings in {"nothing": {}, "host": HOST}.items():
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(16, 16) for _ in range(3)]
+        zero = {"zero_optimization": {"stage": stage, **settings}}
+        model: Any = torch.nn.Sequential(*layers)
+        engine: Any = deepspeed.initialize(model=model, config=config | zero)[0]
+        for step in range(20):
+            draw = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            inputs = torch.randn(4, 16, generator=draw)
+            engine.backward((engine(inputs) - inputs).square().sum())
+            engine.step()
+        parameters = list(engine.module.parameters())
+        with deepspeed.zero.GatheredParameters(parameters):
+            found[name] = torch.cat([p.detach().flatten() for p in parameters])
+        engine.destroy()
+    return found
+
+
 # --- What the page says. ----------
 
 
@@ -260,6 +291,17 @@ def test_with_clipping_bf16_losses_differ_since_the_norm_is_rounded(
         # next to the middle of two values are rounded to the other one.
         assert 0 < apart["host"] < 0.1 and 0 < apart["disk"] < 0.1
         assert apart["host, norm in fp64"] == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_with_clipping_and_only_then_last_bits_differ_in_every_stage(
+    zero_pools: Pools, stage: int
+) -> None:
+    for clipping in (0.0, 0.5):
+        call = (weights_by_offload, stage, clipping)
+        for found in zero_pools(2).run(*call, world_size=2):
+            apart = torch.dist(found["nothing"], found["host"]).item()
+            assert 0 < apart < 1e-3 if clipping else apart == 0
 
 
 def rows_of(text: str) -> tuple[dict[str, float], dict[str, float]]:
