@@ -369,6 +369,9 @@ def state_of_one_rank() -> list[dict[str, Any]]:
             optimizer.step()
             states = list(optimizer.local.state.values())
             parameters = list(model.parameters())
+            # Numbers that no gradient can have, so that their shard may want none.
+            table = nn.ParameterList([nn.Parameter(torch.arange(5), False)])
+            frozen = drop_in(stage, table)[0].shards.values()
             found.append(
                 {
                     "lengths": [len(shard) for shard in optimizer.shards.values()],
@@ -385,6 +388,8 @@ def state_of_one_rank() -> list[dict[str, Any]]:
                     ],
                     "given": optimizer.param_groups[0]["params"][0] is parameters[0],
                     "defaults": optimizer.defaults["betas"],
+                    "group": optimizer.param_groups[0].get("betas"),
+                    "frozen": [shard.requires_grad for shard in frozen],
                     "is optimizer": isinstance(optimizer, torch.optim.Optimizer),
                 }
             )
@@ -403,7 +408,9 @@ def test_rank_keeps_state_for_its_shards_alone(worker_pool: WorkerPool) -> None:
             assert kept["moments"] == [(length, length) for length in lengths[rank]]
             assert kept["dtypes"] == {dtype}
             assert kept["given"] and kept["is optimizer"]
-            assert kept["defaults"] == (0.9, 0.999)
+            # A schedule may read settings from the groups that nobody has named.
+            assert kept["defaults"] == kept["group"] == (0.9, 0.999)
+            assert kept["frozen"] == [False]
             if dtype == torch.float64:
                 # Without master weights there is no copy of the weights.
                 assert all(
@@ -442,6 +449,9 @@ def resume(path: str) -> list[bool]:
         model, optimizer, _, schedule = uninterrupted
         state = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
         torch.save(state, file)
+        # A view would bring the whole parameter into every rank's file.
+        saved = state["optimizer"]["shards"]
+        found.append(all(one.untyped_storage().nbytes() == one.nbytes for one in saved))
         halfway = [p.detach().clone() for p in model.parameters()]
         steps(3, *uninterrupted)
 
@@ -464,7 +474,7 @@ def resume(path: str) -> list[bool]:
 
 def test_resumes_to_the_same_bits(worker_pool: WorkerPool, tmp_path: Any) -> None:
     results = worker_pool.run(resume, str(tmp_path), world_size=3)
-    assert results == [[True] * 4 * (2 + 4 + 4 + 1)] * 3
+    assert results == [[True] * 4 * (3 + 4 + 4 + 1)] * 3
 
 
 def step_with_closures() -> list[tuple[bool, bool, bool]]:
@@ -1456,10 +1466,12 @@ def test_stage_3_casts_all_that_a_module_is_given(worker_pool: WorkerPool) -> No
 # --- Memory. ----------
 
 
-def bytes_of_every_stage() -> dict[int, dict[str, float]]:
+def bytes_of_every_stage() -> dict[int | str, dict[str, float]]:
     """Take a step in bf16 in each stage; return the bytes kept for each parameter."""
     by_hand, found = script("train_and_compare"), {}
     torch.manual_seed(0)
+    prepared: Any = None
+    count = 1
     for stage in STAGES:
         model = load_chapter("05_deepspeed_zero")["model"]
         config = model.GPTConfig(block_size=16, width=48, layers=1, heads=2)
@@ -1469,6 +1481,14 @@ def bytes_of_every_stage() -> dict[int, dict[str, float]]:
         prepared = way(module, True)
         by_hand.train_batches(*prepared, [torch.randint(256, (2, 17))])
         found[stage] = by_hand.bytes_kept(prepared[0], prepared[1], count)
+    for part in prepared[0].parts:  # stage 3's, as if nobody had freed the weights
+        part.start_gather()
+        part.finish_gather()
+    found["gathered"] = by_hand.bytes_kept(prepared[0], prepared[1], count)
+    # Two weights in one memory, as without master weights a shard is in its parameter.
+    flat = torch.zeros(8)
+    views: Any = nn.ParameterList(nn.Parameter(part) for part in flat.chunk(2))
+    found["views"] = by_hand.bytes_kept(views, torch.optim.SGD(views.parameters()), 8)
     return found
 
 
@@ -1481,6 +1501,15 @@ def test_kept_bytes_equal_the_formulas(worker_pool: WorkerPool, n: int) -> None:
             (1, {"weights": 2, "gradients": 2, "optimizer state": 12 / n}),
             (2, {"weights": 2, "gradients": 4 / n, "optimizer state": 12 / n}),
             (3, {"weights": 4 / n, "gradients": 4 / n, "optimizer state": 8 / n}),
+            (
+                "gathered",
+                {
+                    "weights": 4 / n + 2,
+                    "gradients": 4 / n,
+                    "optimizer state": 8 / n,
+                },
+            ),
+            ("views", {"weights": 4, "gradients": 0, "optimizer state": 0}),
         ):
             assert found[stage] == pytest.approx(kinds, rel=0.01), stage
 
