@@ -34,8 +34,8 @@ def prepare(config: dict[str, Any]) -> torch.device:
     """Choose this rank's device, and let DeepSpeed compile nothing.
 
     By itself it compiles two things on first use, which takes a compiler and
-    minutes: its own Adam, and on the CPU an exchange through shared memory. Neither
-    changes a result. Unless the config has "torch_adam", it gets PyTorch's Adam.
+    minutes: its own Adam, and on the CPU an exchange through shared memory. Results
+    differ by rounding at most. Unless the config has "torch_adam", it gets PyTorch's.
     """
     env = os.environ
     if "LOCAL_SIZE" in env:  # the deepspeed launcher's name for it

@@ -655,6 +655,10 @@ def test_adam_allocates_temporaries(foreach: bool, each: int) -> None:
         adam.step()
     assert counter.now == kept
     assert counter.peak - kept == pytest.approx(each * 2_000_000, rel=0.001)
+    with counter:
+        resized = torch.empty(10)
+        resized.untyped_storage().resize_(4000)
+    assert counter.now == kept + 40  # for the counter it is as large as it was
     # The kernel knows nothing of tensors.
     assert taken() == pytest.approx(each * 2_000_000, abs=3_000_000)
     names = {False: "single", True: "foreach"}

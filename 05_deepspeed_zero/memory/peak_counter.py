@@ -1,4 +1,4 @@
-"""Follow every tensor that PyTorch allocates and frees: memory over time, exactly."""
+"""Follow every tensor that an operation of PyTorch returns: memory over time."""
 
 import weakref
 from collections.abc import Iterable
@@ -15,7 +15,8 @@ class PeakCounter(TorchDispatchMode):
     Every operation goes through PyTorch's dispatcher, those of an optimizer and of
     DeepSpeed included. The memory that an operation returns is added once, however many
     tensors are views of it, and subtracted when it is freed. `history` holds the number
-    of operations so far and the bytes, after every change.
+    of operations so far and the bytes, after every change. What an operation allocates
+    for itself is not seen, nor a storage that is resized.
     """
 
     def __init__(self) -> None:
