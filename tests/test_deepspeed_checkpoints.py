@@ -329,6 +329,16 @@ def test_shards_are_in_previous_between_the_two_renames(tmp_path: Path) -> None:
     publish(tmp_path, {})
     assert (tmp_path / "half" / "shard").read_text() == "unfinished"
     assert (tmp_path / "latest").read_text() == "half"
+    assert not (tmp_path / "previous").exists()
+    # A job that ends before it has removed the older one is no obstacle to the next.
+    for name in ("previous", "unfinished"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shard").write_text(name)
+    (tmp_path / "half" / "shard").write_text("half")
+    assert publish(tmp_path, {"stage": 1}) == {"shard": len("unfinished")}
+    assert (tmp_path / "half" / "shard").read_text() == "unfinished"
+    record = json.loads((tmp_path / "half" / "record.json").read_text())
+    assert record == {"stage": 1, "files": {"shard": len("unfinished")}}
 
 
 @pytest.mark.slow
