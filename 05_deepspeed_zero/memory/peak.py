@@ -5,6 +5,7 @@ flat buffer, to be sent or for Adam, and Adam allocates temporaries. Found by re
 DeepSpeed 0.19.8 and PyTorch 2.13.0; memory_per_rank.py compares it with what it counts.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -169,3 +170,16 @@ def rank_bytes(job: Job, stage: int, world_size: int) -> dict[str, float]:
         found["parameters"] = 0
     need = max(sum(found.values()), step)
     return {**found, "step": step, "need": need, "host": host, "count": count}
+
+
+def fewest_ranks(job: Job, stage: int, memory: float) -> int | None:
+    """Return the fewest ranks, up to 1024, that need no more than `memory` each.
+
+    Found by bisection, as on more ranks each needs less: but in stage 2, where a rank
+    keeps whole tensors, at times up to 1 % more, so that fewer might just do.
+    """
+    ranks = range(1, 1025)
+    index = bisect_left(
+        ranks, True, key=lambda n: rank_bytes(job, stage, n)["need"] <= memory
+    )
+    return ranks[index] if index < len(ranks) else None

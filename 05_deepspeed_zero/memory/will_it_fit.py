@@ -6,13 +6,12 @@ Expect: for each stage the GB of each kind on a rank, its need, and whether that
 
 import argparse
 import logging
-from bisect import bisect_left
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from peak import ADAMS, Job, rank_bytes
+from peak import ADAMS, Job, fewest_ranks, rank_bytes
 from ranks import fail, number, read_options
 
 # Width, width of the MLP, layers, heads, heads of keys and values, vocabulary, and
@@ -41,19 +40,6 @@ def job_of_shape(shape: str, **settings: Any) -> Job:
     values = dict(zip(SHAPE, SHAPES[shape][1:], strict=True))
     config = AutoConfig.for_model("qwen2", **values)
     return Job(tensor_sizes_of(config), config, **settings)
-
-
-def fewest_ranks(job: Job, stage: int, memory: float) -> int | None:
-    """Return the fewest ranks, up to 1024, that need no more than `memory` each.
-
-    Found by bisection, as on more ranks each needs less: but in stage 2, where a rank
-    keeps whole tensors, at times up to 1 % more, so that fewer might just do.
-    """
-    ranks = range(1, WORLDS[-1] + 1)
-    index = bisect_left(
-        ranks, True, key=lambda n: rank_bytes(job, stage, n)["need"] <= memory
-    )
-    return ranks[index] if index < len(ranks) else None
 
 
 def breakdown(job: Job, world_size: int, memory: float) -> list[str]:
