@@ -1045,6 +1045,11 @@ def test_views_are_counted_once_and_gradients_are_found() -> None:
     assert new[gradient.untyped_storage().data_ptr()] == 4000
     assert sum(new.values()) == 8000
     assert len(parts) == 2
+    with module("peak_counter").PeakCounter() as counter:
+        counter.start()
+        one = [torch.ones(5), torch.ones(5, device="meta")]
+    # On the meta device there is no memory.
+    assert (counter.now, len(one)) == (20, 2)
 
 
 def test_memory_that_another_tensor_had_before_is_counted() -> None:
