@@ -93,7 +93,7 @@ def main() -> None:
         train_one_epoch(ddp_model, optimizer, schedule, loader, device)
         norm = sum(p.detach().cpu().double().norm().item() for p in model.parameters())
         dist.all_gather_object(seen, norm)
-        if len(set(seen)) > 1:
+        if len(set(map(str, seen))) > 1:  # as text, for NaN is not equal to NaN
             sys.exit(f"epoch {epoch}: the ranks' weights differ; their norms: {seen}")
         for buffer in model.buffers():  # BatchNorm's statistics, as rank 0 saves them
             dist.broadcast(buffer, src=0)

@@ -91,6 +91,7 @@ def run_minimal() -> tuple[str, dict[str, torch.Tensor] | None]:
     ):
         module.train_shard(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     assert [name for _, name in saved] == ["minimal.pt"] * (dist.get_rank() == 0)
+    assert torch.initial_seed() == dist.get_rank()  # dropout draws other masks on each
     return output.getvalue(), saved[0][0] if saved else None
 
 
@@ -118,11 +119,12 @@ def run_minimal_with(mistake: str) -> tuple[str, int]:
         "freeze": ("DistributedDataParallel", freeze_afterwards),
         "shuffle": ("DistributedSampler", lambda data, **_: AllOfIt(data)),
         "none": ("EPOCHS", 1),
+        "NaN": ("EPOCHS", 1),  # all ranks have the same weights: none
     }
 
     def noted(outputs: torch.Tensor, heights: torch.Tensor) -> torch.Tensor:
         seen.append(len(heights))
-        return mse_loss(outputs, heights)
+        return mse_loss(outputs, heights) * (float("nan") if mistake == "NaN" else 1)
 
     name, fake = fakes[mistake]
     with (
@@ -211,6 +213,7 @@ def test_one_process_prints_and_saves_what_the_ranks_do(
     ("mistake", "says", "samples"),
     [
         ("none", "", 2048),
+        ("NaN", "", 2048),
         ("bypass", "the ranks' weights differ, with sums of [", 2048),
         ("unfreeze", "the ranks' weights differ, with sums of [", 2048),
         ("freeze", "Expected to have finished reduction", 32),  # at the second step
