@@ -1127,6 +1127,23 @@ def test_deepspeed_clips_and_overlooks_unless_told(
     assert found["own"] == [""] * 5
 
 
+@pytest.mark.parametrize(
+    ("value", "stage", "ranks", "each"),
+    [
+        (2, 0, 8, 16),
+        (2, 1, 2, 2 + 2 + 12 / 2),
+        (2, 2, 2, 2 + (2 + 12) / 2),
+        (2, 3, 2, (2 + 2 + 12) / 2),
+        (2, 3, 8, 4),  # less is kept, but each rank reads all weights in fp32
+        (4, 0, 2, 4 + 4 + 8),
+        (4, 1, 2, 4 + 4 + 12 / 2),
+    ],
+)
+def test_bytes_per_rank(value: int, stage: int, ranks: int, each: float) -> None:
+    count = load_chapter(CHAPTER)["pretrained"].bytes_per_rank
+    assert count(1000, value, stage, ranks) == 1000 * each
+
+
 def test_a_model_that_cannot_be_trained_is_named_in_one_line(
     zero_pools: Pools, tmp_path: Path
 ) -> None:
