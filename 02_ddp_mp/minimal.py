@@ -6,6 +6,7 @@ Expect: the mean loss of each epoch, the same for every --nprocs; the weights in
 """
 
 import argparse
+import os
 from datetime import timedelta
 
 import torch
@@ -49,12 +50,10 @@ def train_shard(rank: int, world_size: int, device: torch.device) -> None:
         dist.all_reduce(mean, op=dist.ReduceOp.AVG)  # every rank calls this
         if rank == 0:
             print(f"epoch {epoch} | mean loss {mean.item():.5f}")
-        weights = nn.utils.parameters_to_vector(model.parameters())
-        dist.all_gather_object(
-            sums := [0.0] * world_size, weights.double().sum().item()
-        )
-        if len(set(map(str, sums))) > 1:  # as text, for NaN is not equal to NaN
-            raise RuntimeError(f"the ranks' weights differ, with sums of {sums}")
+        norm = nn.utils.parameters_to_vector(model.parameters()).double().norm().item()
+        dist.all_gather_object(norms := [0.0] * world_size, norm)
+        if len(set(map(str, norms))) > 1:  # as text, for NaN is not equal to NaN
+            raise RuntimeError(f"the ranks' weights differ, with norms of {norms}")
     if rank == 0:
         torch.save(model.state_dict(), "minimal.pt")
 
@@ -80,6 +79,8 @@ if __name__ == "__main__":  # each rank imports this file again
     parser = argparse.ArgumentParser()
     parser.add_argument("--nprocs", type=int, choices=(1, 2, 4, 8), default=2)
     nprocs, samples = parser.parse_args().nprocs, len(make_dataset())
+    if "RANK" in os.environ:
+        parser.error("start it with python: it starts its own ranks")
     if samples < GLOBAL_BATCH_SIZE or GLOBAL_BATCH_SIZE % nprocs:
         parser.error(
             f"{nprocs} ranks, {samples} samples: no batch of {GLOBAL_BATCH_SIZE}"

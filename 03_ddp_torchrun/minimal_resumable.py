@@ -68,7 +68,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig()).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    steps = EPOCHS * (len(loader) // ACCUMULATE) or sys.exit("too few samples")
+    steps = EPOCHS * (len(loader) // ACCUMULATE) or sys.exit("too few samples per rank")
     schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
     parts, first_epoch = {"model": model, "adam": optimizer, "schedule": schedule}, 0
     if os.path.exists(FILE):  # on every machine, so on a file system that they share

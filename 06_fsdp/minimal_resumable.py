@@ -43,8 +43,8 @@ def by_name(adam: dict[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def resume(model: Any, optimizer: Any) -> int:
-    """Take up what there is; return the number of epochs that it has seen."""
-    whole = sorted(FOLDER.glob("*/.metadata"))  # written last, when all shards are
+    """Take up the newest whole one (.metadata is written last); return its epochs."""
+    whole = sorted(FOLDER.glob("*/.metadata"), key=lambda p: (len(str(p)), p))
     if whole:
         state = state_of(model, optimizer, epoch=0)
         dcp.load(state, checkpoint_id=whole[-1].parent)  # into these shards

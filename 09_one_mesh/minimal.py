@@ -77,8 +77,8 @@ def main() -> None:
     adam = torch.optim.AdamW(model.parameters(), lr=2e-3)
     steps = EPOCHS * len(loader)
     schedule = LambdaLR(adam, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
-    run: dict[str, Any] = {"epoch": 0}
-    if whole := sorted(FOLDER.glob("*/.metadata")):  # written last, when all shards are
+    run: dict[str, Any] = {"epoch": 0}  # .metadata is the last file of a save
+    if whole := sorted(FOLDER.glob("*/.metadata"), key=lambda p: (len(str(p)), p)):
         run["model"], run["adam"] = states.get_state_dict(model, adam)
         try:
             dcp.load(run, checkpoint_id=whole[-1].parent)  # into these shards

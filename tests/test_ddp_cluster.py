@@ -597,6 +597,13 @@ for _ in {1..100}; do sleep 0.1; done"""
     assert (tmp_path / "node0").exists() and (tmp_path / "node1").exists()
 
 
+@pytest.mark.parametrize("words", [[], ["nothing.sbatch", "my.py"]])
+def test_rehearsal_without_a_job_script_is_refused_in_a_line(words: list[str]) -> None:
+    result = run(["bash", REHEARSE, *words])
+    line = f"rehearse.sh: no job script {''.join(words[:1])!r}; see its first lines\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
+
+
 def test_rehearsed_node_that_fails_ends_the_other(tmp_path: Path) -> None:
     body = '[ "$SLURM_NODEID" = 0 ] || exit 3\nsleep 1\nexec sleep 60'
     begin = time.monotonic()

@@ -356,7 +356,7 @@ def test_an_epoch_without_a_whole_step_is_refused(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
     (said,) = worker_pool.run(refusal, str(tmp_path), world_size=1)
-    assert said == "too few samples"
+    assert said == "too few samples per rank"
     assert not list(tmp_path.iterdir())
 
 
@@ -447,6 +447,16 @@ def test_another_optimizer_s_checkpoint_is_named(
     assert (tmp_path / FILE).read_bytes() == before
 
 
+def sgd_at(rate: float, parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Take another rate than the script's."""
+    return torch.optim.SGD(parameters, lr=rate)
+
+
+def at_a_rate_of(rate: float) -> Any:
+    """Return what makes SGD with this rate."""
+    return partial(sgd_at, rate)
+
+
 def unfrozen_after_wrapping(model: Any) -> DistributedDataParallel:
     """Wrap when one small layer is frozen."""
     model.final_norm.requires_grad_(False)
@@ -462,22 +472,26 @@ def bare(model: Any) -> Any:
     return model
 
 
+def test_weights_that_are_nan_on_all_ranks_are_no_difference(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    diverges = partial(end_with, AdamW=at_a_rate_of(1e30))
+    said, _ = worker_pool.run(diverges, str(tmp_path), world_size=2)
+    assert said.splitlines()[1:] == [f"epoch {n} | validation loss nan" for n in (0, 1)]
+
+
 @pytest.mark.parametrize("wrap", [unfrozen_after_wrapping, bare])
 def test_ranks_with_different_weights_are_stopped_and_save_nothing(
     worker_pool: WorkerPool, tmp_path: Path, wrap: Any
 ) -> None:
-    run = partial(end_with, DistributedDataParallel=wrap, AdamW=at_a_tiny_rate)
+    # So little that no more than the ninth digit of a norm shows it.
+    run = partial(end_with, DistributedDataParallel=wrap, AdamW=at_a_rate_of(1e-6))
     said = worker_pool.run(run, str(tmp_path), world_size=2)
     assert len(said) == 2 and said[0] == said[1]
     begin = r"epoch 0: the ranks' weights differ; their norms: \[(\S+), (\S+)\]"
     match = re.fullmatch(begin, said[0])
     assert match and 0 < abs(float(match[1]) - float(match[2])) < 1e-4
     assert not list(tmp_path.iterdir())
-
-
-def at_a_tiny_rate(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """Change weights so little that no more than the ninth digit shows it."""
-    return torch.optim.SGD(parameters, lr=1e-6)
 
 
 class Normalised(torch.nn.Module):
@@ -681,9 +695,15 @@ def test_a_sharded_run_that_died_resumes_from_the_newest_whole_folder(
     assert then.splitlines() == ["2 ranks on cpu: 1 of 2 epochs done", *epochs[1:]]
     same = same_bits(whole_state(tmp_path, 2), expected)
     assert len(same) == 15 + 3 * 14 and all(same)
-    # A run that has ended does no more.
+    # A run that has ended does no more, whatever the number of the newest folder.
+    for epoch, number in ((2, 1000), (1, 999)):
+        folder = tmp_path / "sharded" / f"epoch_{epoch:03}"
+        folder.rename(tmp_path / "sharded" / f"epoch_{number:03}")
     (end, _), _ = worker_pool.run(sharded, str(tmp_path), world_size=2)
     assert end == "2 ranks on cpu: 2 of 2 epochs done\n"
+    for epoch, number in ((2, 1000), (1, 999)):
+        folder = tmp_path / "sharded" / f"epoch_{number:03}"
+        folder.rename(tmp_path / "sharded" / f"epoch_{epoch:03}")
     # One rank takes twice as many steps in an epoch. With the last the rate is 0 too.
     (tmp_path / "sharded" / "epoch_002" / ".metadata").unlink()
     ((one, _),) = worker_pool.run(sharded, str(tmp_path), world_size=1)
@@ -985,8 +1005,9 @@ def fsdp_run(
 
 
 def after_one_epoch(folder: Path, new: Path) -> None:
-    """Copy the first of two checkpoints."""
-    shutil.copytree(folder / "sharded" / "epoch_001", new / "sharded" / "epoch_001")
+    """Copy two checkpoints, the first with the larger number: it is the newest."""
+    for old, number in (("epoch_001", 1000), ("epoch_002", 999)):
+        shutil.copytree(folder / "sharded" / old, new / "sharded" / f"epoch_{number}")
 
 
 def test_two_axes_train_as_fsdp_does_and_take_up_each_other_s_shards(
@@ -1074,7 +1095,8 @@ def test_two_axes_refuse_another_model_and_ranks_that_do_not_divide(
     assert [end.error for end in plain] == [said] * 2
     (alone,) = worker_pool.run(on_two_axes, str(tmp_path), world_size=1)
     assert alone.error == "each host needs a multiple of 2 ranks"
-    assert [path.name for path in (tmp_path / "sharded").iterdir()] == ["epoch_001"]
+    kept = sorted(path.name for path in (tmp_path / "sharded").iterdir())
+    assert kept == ["epoch_1000", "epoch_999"]
 
 
 PIPELINE, AUTOCAST = "08_pipeline_parallel", "bf16"

@@ -110,6 +110,23 @@ def freeze_afterwards(model: torch.nn.Module) -> DistributedDataParallel:
     return ddp_model
 
 
+def forget_gradient(parameter: torch.Tensor) -> None:
+    """Leave no gradient, so that an optimizer takes no step."""
+    parameter.grad = None
+
+
+def shifted_afterwards(model: torch.nn.Module) -> DistributedDataParallel:
+    """Wrap a model; on rank 1 add to a weight what another one loses. Train nothing."""
+    ddp_model = DistributedDataParallel(model)
+    first = next(model.parameters())
+    with torch.no_grad():
+        first.fill_(1.0)
+        first[0] += dist.get_rank() * torch.tensor([0.5, -0.5])
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(forget_gradient)
+    return ddp_model
+
+
 def run_minimal_with(mistake: str) -> tuple[str, int]:
     """Make a mistake of the page's table; return the error and the samples seen."""
     module, seen = load_chapter(CHAPTER)["minimal"], []
@@ -120,6 +137,7 @@ def run_minimal_with(mistake: str) -> tuple[str, int]:
         "shuffle": ("DistributedSampler", lambda data, **_: AllOfIt(data)),
         "none": ("EPOCHS", 1),
         "NaN": ("EPOCHS", 1),  # all ranks have the same weights: none
+        "zero sum": ("DistributedDataParallel", shifted_afterwards),
     }
 
     def noted(outputs: torch.Tensor, heights: torch.Tensor) -> torch.Tensor:
@@ -214,8 +232,9 @@ def test_one_process_prints_and_saves_what_the_ranks_do(
     [
         ("none", "", 2048),
         ("NaN", "", 2048),
-        ("bypass", "the ranks' weights differ, with sums of [", 2048),
-        ("unfreeze", "the ranks' weights differ, with sums of [", 2048),
+        ("bypass", "the ranks' weights differ, with norms of [", 2048),
+        ("zero sum", "the ranks' weights differ, with norms of [", 2048),
+        ("unfreeze", "the ranks' weights differ, with norms of [", 2048),
         ("freeze", "Expected to have finished reduction", 32),  # at the second step
         ("shuffle", "", 4096),  # not a word: each rank has trained on all 4096
     ],
@@ -237,6 +256,7 @@ def test_the_file_to_copy_notices_some_mistakes(
         ("rand(4096", "rand(63", "--nprocs=1", "1 ranks, 63 samples: no batch of 64"),
         ("= 3, 64", "= 3, 60", "--nprocs=8", "8 ranks, 4096 samples: no batch of 60"),
         ("rand(4096", "rand(64", "--nprocs=8", ""),
+        ("", "", "under torchrun", "start it with python: it starts its own ranks"),
     ],
 )
 def test_the_file_to_copy_refuses_what_makes_no_batch(
@@ -246,8 +266,10 @@ def test_the_file_to_copy_refuses_what_makes_no_batch(
     assert old in text
     (tmp_path / "minimal.py").write_text(text.replace(old, new))
     errors, spawn = io.StringIO(), mock.Mock()
+    started = TORCHRUN if words == "under torchrun" else {}
     with (
-        mock.patch.object(sys, "argv", ["minimal.py", words]),
+        mock.patch.object(sys, "argv", ["minimal.py", *([] if started else [words])]),
+        mock.patch.dict(os.environ, started),
         mock.patch.object(torch.multiprocessing, "spawn", spawn),
         contextlib.redirect_stderr(errors),
         contextlib.nullcontext() if not says else pytest.raises(SystemExit),

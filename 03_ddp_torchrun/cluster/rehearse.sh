@@ -7,6 +7,10 @@
 # get, after 20 seconds, the signal that Slurm sends before the time of a job is up.
 
 set -euo pipefail
+[ -f "${1:-}" ] || {
+    echo "rehearse.sh: no job script '${1:-}'; see its first lines" >&2
+    exit 2
+}
 export LIMIT=${LIMIT:-} QUEUE=$(mktemp -d)
 trap 'rm -rf "$QUEUE"' EXIT
 

@@ -176,7 +176,7 @@ def fewest_ranks(job: Job, stage: int, memory: float) -> int | None:
     """Return the fewest ranks, up to 1024, that need no more than `memory` each.
 
     Found by bisection, as on more ranks each needs less: but in stage 2, where a rank
-    keeps whole tensors, at times up to 1 % more, so that fewer might just do.
+    keeps whole tensors, at times about 1 % more, so that fewer might just do.
     """
     ranks = range(1, 1025)
     index = bisect_left(
