@@ -77,14 +77,14 @@ def join_and_train(rank: int, world_size: int, port: int) -> None:
 
 if __name__ == "__main__":  # each rank imports this file again
     parser = argparse.ArgumentParser()
-    parser.add_argument("--nprocs", type=int, choices=(1, 2, 4, 8), default=2)
+    parser.add_argument("--nprocs", type=int, default=2)
     nprocs, samples = parser.parse_args().nprocs, len(make_dataset())
     if "RANK" in os.environ:
         parser.error("start it with python: it starts its own ranks")
-    if samples < GLOBAL_BATCH_SIZE or GLOBAL_BATCH_SIZE % nprocs:
-        parser.error(
-            f"{nprocs} ranks, {samples} samples: no batch of {GLOBAL_BATCH_SIZE}"
-        )
+    if nprocs < 1 or GLOBAL_BATCH_SIZE % nprocs:
+        parser.error(f"--nprocs must divide the batch of {GLOBAL_BATCH_SIZE} samples")
+    if samples < GLOBAL_BATCH_SIZE:
+        parser.error(f"{samples} samples make no batch of {GLOBAL_BATCH_SIZE}")
     # Where the ranks meet. Port 0: the system chooses one that is free.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     mp.spawn(join_and_train, (nprocs, store.port), nprocs=nprocs)

@@ -32,7 +32,7 @@ def validation_loss(model: Any, samples: WindowDataset, device: torch.device) ->
     for start in range(0, len(samples), world_size * BATCH_SIZE):
         first = start + rank * BATCH_SIZE
         mine = range(first, min(first + BATCH_SIZE, len(samples)))
-        # A rank that has none left takes part: the others need its shards.
+        # A rank that has none left runs sample 0, uncounted: others need its shards.
         inputs, labels = (part.to(device) for part in samples.batch(mine or [0]))
         logits = model(inputs).float()
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())

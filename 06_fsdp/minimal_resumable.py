@@ -46,8 +46,12 @@ def resume(model: Any, optimizer: Any) -> int:
     """Take up the newest whole one (.metadata is written last); return its epochs."""
     whole = sorted(FOLDER.glob("*/.metadata"), key=lambda p: (len(str(p)), p))
     if whole:
-        state = state_of(model, optimizer, epoch=0)
-        dcp.load(state, checkpoint_id=whole[-1].parent)  # into these shards
+        state, planner = state_of(model, optimizer, epoch=0), dcp.DefaultLoadPlanner()
+        dcp.load(state, checkpoint_id=whole[-1].parent, planner=planner)  # into shards
+        saved: Any = planner.metadata  # to DCP, a file's other weights are no error
+        left = saved.state_dict_metadata.keys() - planner.state_dict
+        if more := [name[6:] for name in left if name.startswith("model.")]:
+            raise RuntimeError(f"the model has no {min(more)}")
     elif DDP_FILE.exists():
         state = torch.load(DDP_FILE, map_location="cpu", mmap=True)  # on every rank
         state["adam"] = by_name(state["adam"], model, optimizer)

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor.parallel as tp
 import torch.nn.functional as F
 from torch.distributed.checkpoint import state_dict as states
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.lr_scheduler import LambdaLR
@@ -26,7 +26,7 @@ from model import GPT, GPTConfig
 from ranks import leave
 
 EPOCHS, BATCH_SIZE, FOLDER = 2, 32, Path("sharded")
-TENSOR = 2  # ranks that share matrices; it divides heads and tokens
+TENSOR = 2  # ranks that share matrices; divides heads, tokens, vocabulary, widths
 WHOLE, TOKENS = Replicate(), Shard(1)  # how (B, T, D) lies on these ranks
 POSITIONS = {"input_layouts": WHOLE, "output_layouts": Shard(0)}  # (T, D)
 LOGITS = {"output_layouts": Shard(2), "use_local_output": False}  # for loss_parallel
@@ -34,7 +34,8 @@ PLAN = {
     "token_embedding": tp.RowwiseParallel(input_layouts=WHOLE, output_layouts=TOKENS),
     "position_embedding": tp.RowwiseParallel(**POSITIONS),
     "blocks.*.*_norm": tp.SequenceParallel(),
-    "blocks.*.attention_norm": tp.PrepareModuleOutput(  # once for query, key, value
+    # Besides, as both names match it: gather once for query, key and value.
+    "blocks.*.attention_norm": tp.PrepareModuleOutput(
         output_layouts=TOKENS, desired_output_layouts=WHOLE, use_local_output=False
     ),
     "blocks.*.query": tp.ColwiseParallel(),
@@ -45,6 +46,18 @@ PLAN = {
     "final_norm": tp.SequenceParallel(),
     "head": tp.ColwiseParallel(input_layouts=TOKENS, **LOGITS),
 }
+
+
+def shard_twice(model: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Any:
+    """Cut the matrices over "tensor", and shard what is left over "data"."""
+    tp.parallelize_module(model, mesh["tensor"], PLAN)
+    if model.config.tied:  # the plan has made two matrices of one
+        model.head.weight = model.token_embedding.weight
+    if plain := [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]:
+        raise SystemExit(f"PLAN has no style for {plain[0]}")  # its ranks would diverge
+    for module in (*model.blocks, model):  # the root last
+        fully_shard(module, mesh=mesh["data"], mp_policy=policy)
+    return model
 
 
 def main() -> None:
@@ -58,32 +71,30 @@ def main() -> None:
     dist.init_process_group(dist.get_default_backend_for_device(device))
     shape = dist.get_world_size() // TENSOR, TENSOR  # the last axis: inside a host
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
-    mesh._flatten("both")  # or clip_grad_norm_ takes two all-reduces, and warns
+    mesh._flatten("both")  # else clip_grad_norm_ warns, and all-reduces twice
     train_set = WindowDataset(load_text(None, 128)[0], block_size=128, samples=512)
     place = mesh.get_local_rank("data")  # ranks that share matrices share samples
     sampler = DistributedSampler(train_set, shape[0], place, drop_last=True)
     loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler)  # of a data rank
     torch.manual_seed(0)  # the same weights on all ranks
     model: Any = GPT(GPTConfig()).to(device)
-    tp.parallelize_module(model, mesh["tensor"], PLAN)
-    if model.config.tied:  # the plan has made two matrices of one
-        model.head.weight = model.token_embedding.weight
-    if plain := [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]:
-        raise SystemExit(f"PLAN has no style for {plain[0]}")  # its ranks would diverge
     dtype = None if device.type == "cpu" else torch.bfloat16
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in (*model.blocks, model):  # the root last
-        fully_shard(module, mesh=mesh["data"], mp_policy=policy)
+    shard_twice(model, mesh, MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32))
     adam = torch.optim.AdamW(model.parameters(), lr=2e-3)
     steps = EPOCHS * len(loader)
     schedule = LambdaLR(adam, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
     run: dict[str, Any] = {"epoch": 0}  # .metadata is the last file of a save
     if whole := sorted(FOLDER.glob("*/.metadata"), key=lambda p: (len(str(p)), p)):
         run["model"], run["adam"] = states.get_state_dict(model, adam)
+        planner = dcp.DefaultLoadPlanner()
         try:
-            dcp.load(run, checkpoint_id=whole[-1].parent)  # into these shards
+            dcp.load(run, checkpoint_id=whole[-1].parent, planner=planner)  # in shards
         except dcp.CheckpointException as e:
             raise SystemExit(f"move {FOLDER} away: {str(e).splitlines()[-1]}") from e
+        saved: Any = planner.metadata  # to DCP, a file's other weights are no error
+        left = saved.state_dict_metadata.keys() - planner.state_dict
+        if more := [name[6:] for name in left if name.startswith("model.")]:
+            raise SystemExit(f"move {FOLDER} away: the model has no {min(more)}")
         states.set_model_state_dict(model, run["model"])
         states.set_optimizer_state_dict(model, adam, run["adam"])
     schedule.last_epoch = run["epoch"] * len(loader)  # other ranks, other steps

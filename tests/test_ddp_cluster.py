@@ -671,6 +671,18 @@ def test_every_caller_is_answered_at_every_address_of_the_host() -> None:
     assert listener.returncode == 0
 
 
+def test_an_address_is_shown_as_ip_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    # A resolver may answer with IPv4 inside IPv6; no interface has such an address.
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as one:
+        answered = one.submit(lambda: server.accept()[0].close())
+        can_reach = load_chapter("03_ddp_torchrun/cluster")["can_reach"]
+        can_reach.call("::ffff:127.0.0.1", server.getsockname()[1], 5)
+        answered.result()
+    words = capsys.readouterr().out.splitlines()[0].split()
+    assert words[:2] + words[-2:] == ["from", "127.0.0.1", "to", "127.0.0.1"]
+    assert words[2] == ("(lo)" if shutil.which("ip") else "(an")
+
+
 @pytest.mark.parametrize("greeting", [b"SSH-2.0\n", b""])
 def test_whoever_else_answers_is_no_listener_of_ours(
     capsys: pytest.CaptureFixture[str], greeting: bytes

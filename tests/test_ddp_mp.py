@@ -252,9 +252,12 @@ def test_the_file_to_copy_notices_some_mistakes(
 @pytest.mark.parametrize(
     ("old", "new", "words", "says"),
     [
-        ("", "", "--nprocs=3", "argument --nprocs: invalid choice: 3"),
-        ("rand(4096", "rand(63", "--nprocs=1", "1 ranks, 63 samples: no batch of 64"),
-        ("= 3, 64", "= 3, 60", "--nprocs=8", "8 ranks, 4096 samples: no batch of 60"),
+        ("", "", "--nprocs=3", "--nprocs must divide the batch of 64 samples"),
+        ("", "", "--nprocs=0", "--nprocs must divide the batch of 64 samples"),
+        ("", "", "--nprocs=-2", "--nprocs must divide the batch of 64 samples"),
+        ("rand(4096", "rand(63", "--nprocs=1", "63 samples make no batch of 64"),
+        ("= 3, 64", "= 3, 60", "--nprocs=8", "divide the batch of 60 samples"),
+        ("= 3, 64", "= 3, 60", "--nprocs=3", ""),
         ("rand(4096", "rand(64", "--nprocs=8", ""),
         ("", "", "under torchrun", "start it with python: it starts its own ranks"),
     ],

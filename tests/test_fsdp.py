@@ -19,7 +19,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._functional_collectives import reduce_scatter_tensor_autograd
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
@@ -1475,6 +1478,27 @@ def first_rows_on_rank_1() -> list[float]:
 def test_fully_shard_broadcasts_nothing(worker_pool: WorkerPool) -> None:
     results = worker_pool.run(first_rows_on_rank_1)
     assert results == [[0.0, 0.0, 1.0, 1.0]] * 2
+
+
+def statistics_saved_and_loaded(folder: str) -> tuple[list[float], list[float]]:
+    """Feed this rank's number to BatchNorm; return its mean, and what DCP loads."""
+    norm: Any = torch.nn.BatchNorm1d(2)
+    fully_shard(norm, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    norm(torch.full((4, 2), 10.0 * (1 + dist.get_rank())))
+    own = norm.running_mean.tolist()
+    dcp.save(get_model_state_dict(norm), checkpoint_id=folder)
+    state: dict[str, Any] = get_model_state_dict(norm)
+    dcp.load(state, checkpoint_id=folder)
+    return own, state["running_mean"].tolist()
+
+
+def test_running_statistics_are_each_rank_s_and_one_rank_s_are_saved(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    ends = worker_pool.run(statistics_saved_and_loaded, str(tmp_path))
+    assert [own for own, _ in ends] == [[1.0, 1.0], [2.0, 2.0]]
+    (first, second) = [loaded for _, loaded in ends]
+    assert first == second and first in ([1.0, 1.0], [2.0, 2.0])
 
 
 @pytest.mark.slow  # the page shows the same table, and its block is a test

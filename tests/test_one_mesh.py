@@ -1,6 +1,7 @@
 """Chapter 09: the axes of a mesh, and a GPT trained on three of them at once."""
 
 import contextlib
+import dataclasses
 import functools
 import io
 import itertools
@@ -485,6 +486,58 @@ def test_mesh_gone_wrong_is_noticed(
     ends = worker_pool.run(run_with, fault, shape, world_size=4)
     assert [status for status, _, _ in ends] == [1] * 4
     assert "check failed on ranks [0, 1, 2, 3], not so: loss" in ends[0][2]
+
+
+# --- Two axes in the file to copy, and one process. ----------
+
+
+def heads_counted(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Split into as many heads as the model has, and not into heads of one width."""
+    return x.unflatten(-1, (4, -1)).transpose(1, 2)
+
+
+def not_told_of_the_tie(config: Any) -> Any:
+    """Build a GPT of which the script does not know that two names are one matrix."""
+    model = modules["model"].GPT(config)
+    model.config = dataclasses.replace(config, tied=False)
+    return model
+
+
+TWO_AXES: dict[str, Callable[[], Any]] = {
+    "": contextlib.nullcontext,
+    "as many heads on each rank": lambda: mock.patch.object(
+        modules["model"].Block, "split_heads", heads_counted
+    ),
+    "untied": lambda: mock.patch.object(
+        modules["check_minimal"], "GPT", not_told_of_the_tie
+    ),
+    "samples of another rank": lambda: mock.patch.object(
+        torch.Tensor, "chunk", lambda part, n: part.tensor_split(n)[::-1][:1] * n
+    ),
+}
+
+
+def check_two_axes(fault: str) -> tuple[Any, str, str]:
+    """Be a rank of check_minimal.py, perhaps with one thing wrong."""
+    with TWO_AXES[fault]():
+        return ending("check_minimal", [], [])
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("", "check: same as one process: 3 steps, loss and 24 tensors within"),
+        ("as many heads on each rank", "differs after step 1: loss"),
+        ("untied", "differs after step 1: token_embedding.weight"),
+        ("samples of another rank", "differs after step 1: loss"),
+    ],
+)
+def test_two_axes_are_compared_with_one_process(
+    worker_pool: WorkerPool, fault: str, said: str
+) -> None:
+    ends = worker_pool.run(check_two_axes, fault, world_size=4)
+    assert [status for status, _, _ in ends] == [1 if fault else 0] * 4
+    assert said in ends[0][2 if fault else 1]
 
 
 # --- What PyTorch does, and what it refuses. ----------

@@ -427,6 +427,22 @@ def no_strategy() -> str:
     return error_of(lambda: torch.bincount(tensor))
 
 
+def viewed_output() -> str:
+    """Return a view from a module that FSDP2 shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    class Flat(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input).flatten()
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    layer: Any = fully_shard(Flat(2, 2), mesh=mesh)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        layer(torch.ones(2, 2)).sum().backward()
+    return "".join(f"{w.category.__name__}: {w.message}\n" for w in warned)
+
+
 def few_samples() -> str:
     """Cut three samples into four micro-batches."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -824,7 +840,7 @@ IN_A_WORKER = [
     *(not_joined, local_function, wrapper_and_model, all_frozen, mesh_too_large),
     *(own_divisor, two_dtypes, no_strategy, few_samples, fixed_heads, more_ranks),
     *(forked_cuda, closed_rendezvous, skipped_step, half_weights, frozen_inputs),
-    *(shared_tensors, too_large),
+    *(shared_tensors, too_large, viewed_output),
 ]
 IN_A_PROCESS = [
     *(unknown_name, dead_address, left_early, peer_gone, store_gone, thread_left),

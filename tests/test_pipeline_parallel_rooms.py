@@ -843,7 +843,7 @@ def ahead_of_too_few(stage: int, stages: int, micro_batches: int) -> list[str]:
         (ahead_of_too_few, "4 stages, 2 micro-batches: stage 0 ends with ValueError("),
         (None, "stage 0 has 6 in flight, where 4 are needed"),
         (one_forward_too_many, "stage 0 has 5 in flight, where 4 are needed"),
-        (all_like_the_last, "stage 0 has 1 in flight, where 4 are needed"),
+        (all_like_the_last, "4 stages, 6 micro-batches: 48 units of time, not 18"),
         (backwards, "messages arrive in the order 0, 1, 2"),
         (forgets_the_last, "stage 0 makes the calls B0 B1 B2 B3 B4, not B0"),
         (waits_for_the_next, "the stages wait for each other"),

@@ -42,6 +42,11 @@ def connect(host: str, port: int, seconds: float) -> socket.socket:
         raise OSError(f"{where} {what}")
 
 
+def plain(address: tuple[str, int]) -> str:
+    """Return the IP address alone; IPv4 inside IPv6 as the IPv4 that it is."""
+    return address[0].removeprefix("::ffff:")
+
+
 def interface_of(address: str) -> str:
     """Name the interface that has `address`, where `ip` can say it (Linux)."""
     with contextlib.suppress(OSError):
@@ -78,7 +83,7 @@ def listen(port: int, callers: int, seconds: float) -> None:
             raise OSError(f"{number} of {callers} have called in time") from None
         with caller:
             caller.sendall(GREETING)
-        print(f"{address[0].removeprefix('::ffff:')} has reached us", flush=True)
+        print(f"{plain(address)} has reached us", flush=True)
     print(f"check: answered {callers} of {callers}")
 
 
@@ -86,7 +91,7 @@ def call(host: str, port: int, seconds: float) -> None:
     """Connect, say which way that went, and wait for the greeting."""
     greeting = b""
     with connect(host, port, seconds) as connection, contextlib.suppress(OSError):
-        own, other = connection.getsockname()[0], connection.getpeername()[0]
+        own, other = map(plain, (connection.getsockname(), connection.getpeername()))
         print(f"from {own} ({interface_of(own)}) to {other}", flush=True)
         connection.settimeout(1)
         greeting = connection.recv(len(GREETING))

@@ -42,7 +42,7 @@ def explain_orders(order_of: Answer, stages: int, micro_batches: int) -> str:
         return str(error)
     for stage, calls in enumerate(orders):
         most, allowed = most_at_once(calls), min(stages - stage, micro_batches)
-        if most != allowed:
+        if most > allowed:  # fewer would take longer
             return f"stage {stage} has {most} in flight, where {allowed} are needed"
     if len(rows[0]) > 2 * (micro_batches + stages - 1):
         return f"{len(rows[0])} units of time, not {2 * (micro_batches + stages - 1)}"

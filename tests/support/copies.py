@@ -60,7 +60,10 @@ COPIES: dict[str, tuple[str, ...]] = {
         "07_tensor_parallel/checkpoint.py",
         "08_pipeline_parallel/checkpoint.py",
     ),
-    "03_ddp_torchrun/same_as_one_process.py": ("06_fsdp/same_as_one_process.py",),
+    "03_ddp_torchrun/same_as_one_process.py": (
+        "06_fsdp/same_as_one_process.py",
+        "09_one_mesh/same_as_one_process.py",
+    ),
     # The ways of all chapters in one table.
     **{
         source: (f"09_one_mesh/one_result/{source.rpartition('/')[2]}",)
