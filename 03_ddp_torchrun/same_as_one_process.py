@@ -34,7 +34,7 @@ def same_as_one_process(
 ):
     """Train on all ranks and as one process; return whether it is the same, and a line.
 
-    Each rank passes all of each batch, or its own `shards`. No dropout, no BatchNorm.
+    Each rank passes whole batches, or its `shards`. No dropout, BatchNorm, clipping.
     """
     model, rank, world_size = build(), dist.get_rank(), dist.get_world_size()
     alone, first, due, now = copy.deepcopy(model), {}, {}, {}

@@ -341,7 +341,7 @@ def gradient_error(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     parallel_model.eval()  # dropout would draw other values in each of the two
     plain_model.eval()
-    parameters = list(plain_model.parameters())
+    parameters = [p for p in plain_model.parameters() if p.requires_grad]
     batch = dataset.batch([i % len(dataset) for i in range(2 * world_size)])
     inputs, labels = (part.to(parameters[0].device) for part in batch)
     alone = torch.autograd.grad(plain_model(inputs, labels), parameters)

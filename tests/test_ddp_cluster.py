@@ -186,7 +186,7 @@ def resumed_after_a_long_link_down(folder: Path) -> Result:
     assert ranks.count("timedelta(minutes=5)") == 1
     short = ranks.replace("timedelta(minutes=5)", "timedelta(seconds=10)")
     (copy / "ranks.py").write_text(short)
-    down = ["--down-when=step  10", "--up-after=18", "--max-restarts=3"]
+    down = ["--down-when=step  10", "--up-after=30", "--max-restarts=3"]
     saves = [f"--checkpoint={folder / 'run.pt'}", "--checkpoint-every=8"]
     return lab(*down, "--", copy / "train.py", "--max-steps=20", *saves)
 
@@ -197,19 +197,17 @@ def test_training_resumes_after_a_link_was_down_for_longer_than_the_timeout(
 ) -> None:
     result = resumed_after_a_long_link_down(tmp_path)
     assert result.returncode == 0, result.output
-    order = [
-        result.stdout.index(text)
-        for text in (
-            "step  10 of 20",
-            "lab   | the link of host1 is down",
-            "Timed out waiting 10000ms for",
-            "lab   | the link of host1 is up again",
-            "resuming from",
-            "step  20 of 20",
-            "check: 2 rank(s) hold the same bits",
-        )
-    ]
-    assert order == sorted(order)
+    texts = (
+        "step  10 of 20",
+        "lab   | the link of host1 is down",
+        "Timed out waiting 10000ms for",
+        "lab   | the link of host1 is up again",
+        "resuming from",
+        "step  20 of 20",
+        "check: 2 rank(s) hold the same bits",
+    )
+    places = [result.stdout.find(text) for text in texts]
+    assert places == sorted(places) and places[0] >= 0, (places, result.stdout)
     # Both ranks wait in vain, and neither knows whose link it was.
     waited = re.findall(r"(host\d) \|.*Timed out waiting 10000ms", result.stdout)
     assert sorted(set(waited)) == ["host0", "host1"]

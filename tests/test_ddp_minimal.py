@@ -1426,6 +1426,78 @@ def test_a_line_that_is_missing_with_zero_shows(
     assert apart > 1e-4
 
 
+def resumable_with_zero(
+    folder: str, stage: int
+) -> tuple[str, dict[str, torch.Tensor], list[float]]:
+    """Run chapter 05's minimal_resumable.py there, a smaller GPT.
+
+    Return what it prints, and what it has saved last: all weights, on rank 0, and the
+    rates of the groups.
+    """
+    forget_earlier_group()
+    module: Any = load_chapter("05_deepspeed_zero/checkpoints")["minimal_resumable"]
+    config = {**module.CONFIG, "zero_optimization": {"stage": stage}}
+    output, saved, engines = io.StringIO(), Path(folder, "saved"), []
+    load = module.held_out_loss
+
+    def noted(engine: Any, dataset: Any) -> float:
+        assert len(dataset) == 512 and engine.gradient_clipping() == 1.0
+        loss = load(engine, dataset)
+        assert loss == load(engine, dataset) and engine.module.training
+        engines.append(engine)
+        return loss
+
+    with (
+        mock.patch.multiple(
+            module,
+            GPTConfig=partial(module.GPTConfig, **SMALL),
+            CONFIG=config,
+            FOLDER=saved,
+            join=mock.Mock(),
+            held_out_loss=noted,
+        ),
+        contextlib.redirect_stdout(output),
+    ):
+        module.main()
+    from deepspeed.utils import zero_to_fp32
+
+    weights: Any = {}
+    if torch.distributed.get_rank() == 0:
+        with contextlib.redirect_stdout(io.StringIO()):
+            weights = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(saved))
+    lines = [line for line in output.getvalue().splitlines() if "epoch" in line]
+    rates = [rate for engine in engines for rate in engine.get_lr()]
+    return "\n".join(lines), weights, rates
+
+
+@pytest.mark.parametrize(
+    "stage", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))]
+)
+def test_zero_trains_and_resumes_as_chapter_03_does(
+    zero_pools: Pools, tmp_path: Path, stage: int
+) -> None:
+    ddp, zero = str(tmp_path / "ddp"), str(tmp_path / "zero")
+    Path(ddp).mkdir()
+    (expected, printed, _), _ = zero_pools(2).run(resumable, ddp, 0.0, world_size=2)
+    begins, *losses = printed.splitlines()
+    assert begins == "2 ranks on cpu: 0 of 2 epochs done" and len(losses) == 2
+    run = zero_pools(2).run
+    (said, whole, rates), other = run(resumable_with_zero, zero, stage, world_size=2)
+    assert said.splitlines() == ["2 ranks: 0 of 2 epochs done", *losses]
+    assert other[0] == "" and rates == [pytest.approx(0, abs=1e-9)] * 2
+    assert len(whole) == len(expected["model"]) == 15
+    for name, weight in expected["model"].items():
+        assert (whole[name] - weight).abs().max() < ROUNDED
+    # The second epoch's shards are lost.
+    shutil.rmtree(f"{zero}/saved/epoch_2")
+    Path(zero, "saved", "latest").write_text("epoch_1")
+    (then, resumed, _), _ = run(resumable_with_zero, zero, stage, world_size=2)
+    assert then.splitlines() == ["2 ranks: 1 of 2 epochs done", losses[1]]
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    (end, *_), _ = run(resumable_with_zero, zero, stage, world_size=2)
+    assert end == "2 ranks: 2 of 2 epochs done"
+
+
 @pytest.mark.slow
 def test_deepspeed_starts_its_minimal_script(tmp_path: Path) -> None:
     script = ROOT / "05_deepspeed_zero" / "minimal.py"

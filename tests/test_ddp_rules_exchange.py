@@ -263,6 +263,45 @@ def test_unequal_micro_batches_need_weights(worker_pool: WorkerPool) -> None:
         assert (wrong - alone).abs().max() > 0.01
 
 
+def gradients_of_labels(kind: str) -> list[float]:
+    """Return how far from one process's gradient a mean loss is, and a counted one."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 3, dtype=torch.float64)
+    inputs, labels = torch.randn(8, 4).double(), torch.randint(3, (8,))
+    more: dict[str, Any] = {"weight": torch.tensor([1.0, 4.0, 16.0]).double()}
+    if kind == "ignore_index":
+        labels[:3], more = -100, {}
+    F.cross_entropy(layer(inputs), labels, **more).backward()
+    alone = flat(p.grad for p in layer.parameters()).clone()
+    ddp_model = DistributedDataParallel(layer)
+    own_inputs, own_labels = (x.chunk(world_size)[rank] for x in (inputs, labels))
+    distances = []
+    for is_counted in (False, True):
+        layer.zero_grad()
+        loss = F.cross_entropy(ddp_model(own_inputs), own_labels, **more)
+        if is_counted:
+            is_label = own_labels != -100
+            weights = more.get("weight", torch.ones(3).double())
+            counted = weights[own_labels[is_label]].sum()
+            dist.all_reduce(total := counted.clone())
+            loss = loss * counted / total * world_size
+        loss.backward()
+        apart = flat(p.grad for p in layer.parameters()) - alone
+        distances.append((apart.norm() / alone.norm()).item())
+    return distances
+
+
+@pytest.mark.parametrize("kind", ["ignore_index", "weight"])
+def test_a_mean_over_labels_needs_their_number(
+    worker_pool: WorkerPool, kind: str
+) -> None:
+    ends = worker_pool.run(gradients_of_labels, kind)
+    assert len(ends) == 2
+    for mean, counted in ends:
+        assert mean > 0.05 and counted < 1e-12
+
+
 def bytes_of_an_all_reduce(numbers: int) -> float | None:
     """Count what a rank sends for one all-reduce of float32 numbers."""
     tensor = torch.ones(numbers)

@@ -658,7 +658,14 @@ def run_with_a_fault(fault: str, *words: str) -> Run:
         model = ddp_model.module if fault == "model called past DDP" else forward
         return add_gradients(model, ddp_model, *rest)
 
+    def build(config: Any) -> Any:
+        model = gpt(config)
+        model.token_embedding.requires_grad_(fault != "none, a layer frozen")
+        return model
+
+    gpt = train.GPT
     with (
+        mock.patch.object(train, "GPT", build),
         mock.patch.object(train.data, "gradient_error", faulty_error),
         mock.patch.object(train, "add_gradients", bypass_ddp),
     ):
@@ -669,6 +676,7 @@ def run_with_a_fault(fault: str, *words: str) -> Run:
     ("fault", "error"),
     [
         ("none", r"\de-0[678]"),
+        ("none, a layer frozen", r"\de-0[678]"),
         ("one weight on one rank", r"\de-0[678]"),
         ("NaN on one rank", "nan"),
         ("local gradient", r"\de[-+]0[012]"),
@@ -681,7 +689,7 @@ def test_closing_check_accepts_a_sound_model_and_no_other(
     words = [*TINY, "--batch-size=4", "--max-steps=3", f"--text={text}"]
     runs = worker_pool.run(run_with_a_fault, fault, *words)
     claim = f"2 rank\\(s\\) hold the same bits, and a gradient within {error} of one"
-    if fault == "none":
+    if fault.startswith("none"):
         assert [(run.status, run.errors) for run in runs] == [(0, "")] * 2
         assert re.search(f"\ncheck: {claim}", runs[0].output)
     else:

@@ -154,13 +154,17 @@ def what_loads_too_little(folder: str) -> dict[str, Any]:
     from deepspeed.utils import safe_get_full_fp32_param
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    def new_engine(stage: int, seed: int, is_universal: bool = False) -> Any:
+    def new_engine(
+        stage: int, seed: int, is_universal: bool = False, weights: Any = None
+    ) -> Any:
         torch.manual_seed(seed)
         net = torch.nn.Sequential(
             torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8)
         )
         net[0].requires_grad_(False)
         torch.nn.init.constant_(net[1].running_mean, seed)  # type: ignore[arg-type]
+        if weights is not None:
+            net.load_state_dict(weights)
         groups = [
             {"params": [net[2].weight], "weight_decay": 0.1},
             {"params": [*net[1].parameters(), net[2].bias], "weight_decay": 0.0},
@@ -198,7 +202,7 @@ def what_loads_too_little(folder: str) -> dict[str, Any]:
         path, engine = Path(folder, str(stage)), new_engine(stage, seed=0)
         step(engine)
         engine.save_checkpoint(str(path), tag="half")
-        names = set(engine.module.state_dict())
+        names, saved = set(engine.module.state_dict()), values(engine)
         engine.destroy()
         dist.barrier()
         whole: Any = get_fp32_state_dict_from_zero_checkpoint(str(path), tag="half")
@@ -207,6 +211,12 @@ def what_loads_too_little(folder: str) -> dict[str, Any]:
         other = new_engine(stage, seed=1, is_universal=True)
         step(other)
         said[str(stage)] = loaded(other, path, "universal")
+        if stage > 1:  # a consolidated checkpoint brings what the universal one lacks
+            other = new_engine(stage, seed=1, is_universal=True, weights=whole)
+            other.load_checkpoint(str(path), tag="universal")
+            pairs = zip(saved, values(other), strict=True)
+            said[f"both in {stage}"] = [torch.equal(a, b) for a, b in pairs]
+            other.destroy()
     other = new_engine(3, seed=1)
     step(other)
     said["alone"] = loaded(other, Path(folder, "3"), "half", load_module_only=True)
@@ -419,6 +429,8 @@ def test_what_loads_too_little_without_an_error(tmp_path: Path) -> None:
         "1": [[False, False, True], [0.1, 0.0]],
         "2": [[False, False, True], [0.1, 0.0]],
         "3": [[False, False, True], [0.1, 0.1]],
+        "both in 2": [True, True, True],
+        "both in 3": [True, True, True],
         "alone": [[True, True, False], [0.1, 0.0]],
         # With gradients accumulated in fp32, only stage 1 cannot be consolidated.
         "fp32 in 1": "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt is not a zero "

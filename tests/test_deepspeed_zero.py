@@ -5,6 +5,7 @@ import importlib
 import io
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -279,6 +280,50 @@ def plain_backward_moves(stage: int, precision: str, micro_batches: int) -> bool
     own, before = weights_after(*call, "engine's"), list(new_gpt().parameters())
     moved = [not torch.equal(a.float(), b) for a, b in zip(own, before, strict=True)]
     return all(moved) and all(map(torch.equal, plain, own))
+
+
+def moved_by_old_habits(stage: int) -> dict[str, tuple[list[bool], float, Any]]:
+    """Take two steps as a loop without DeepSpeed might, in several ways.
+
+    Return for each which of two layers moved, what clip_grad_norm_ said, the weights.
+    """
+    prepare()["deepspeed_setup"].prepare({})
+    import deepspeed
+    from deepspeed.runtime.zero import GatheredParameters
+
+    found = {}
+    for habit in ("none", "own optimizer", "clipping", "unfrozen", "frozen"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2)))
+        whole = partial(GatheredParameters, list(model.parameters()))
+        model[1].requires_grad_(habit != "unfrozen")
+        adam = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": stage},
+        }
+        engine: Any
+        engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
+        model[1].requires_grad_(habit != "frozen")
+        with whole():
+            before = [p.detach().clone() for p in model.parameters()]
+        norm = math.nan
+        for _ in range(2):
+            inputs = torch.ones(2, 4) * (1 + dist.get_rank())
+            engine.backward(engine(inputs).square().mean())
+            if habit == "clipping":
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9).item()
+            (adam if habit == "own optimizer" else engine).step()
+        with whole():
+            weights = [p.detach().clone() for p in model.parameters()]
+        moved = [not torch.equal(a, b) for a, b in zip(weights, before, strict=True)]
+        assert moved[0] == moved[1] and moved[2] == moved[3]
+        found[habit] = moved[::2], norm, [w.tolist() for w in weights]
+        if stage and habit != "own optimizer":
+            assert engine.get_global_grad_norm() > 0
+        engine.destroy()
+    return found
 
 
 def load_checkpoints(folder: str) -> tuple[Any, ...]:
@@ -1079,6 +1124,28 @@ def test_plain_backward_does_what_the_engines_does(
     refused = zero_pools(2).run(plain_backward_moves, 0, precision, 1, world_size=2)
     words = "Direct calls to tensor.backward() are not supported in this configuration"
     assert [one.startswith(words) for one in refused] == [True] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_a_loop_without_deepspeed_leaves_does_nothing(stage: int) -> None:
+    with WorkerPool(2) as workers:
+        said, other = workers.run(moved_by_old_habits, stage, world_size=2)
+    moved = {habit: layers for habit, (layers, *_) in said.items()}
+    assert (
+        moved
+        == {habit: layers for habit, (layers, *_) in other.items()}
+        == {
+            "none": [True, True],
+            "own optimizer": [stage == 0] * 2,
+            "clipping": [True, True],
+            "unfrozen": [True, stage == 0],
+            "frozen": [True, stage > 0],
+        }
+    )
+    _, norm, clipped = said["clipping"]
+    _, _, unclipped = said["none"]
+    assert (norm == 0) == (clipped == unclipped) == (stage > 0)
 
 
 def test_warm_up_begins_with_two_steps_at_no_learning_rate(zero_pools: Pools) -> None:

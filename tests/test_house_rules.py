@@ -54,6 +54,9 @@ MOST_IMPORTS = 2
 # deepspeed_setup.py, which ends whatever threads the engine keeps.
 MINIMAL_IMPORTS = {
     "05_deepspeed_zero/minimal.py": {"model", "data", "deepspeed_setup"},
+    "05_deepspeed_zero/checkpoints/minimal_resumable.py": {
+        *("model", "data", "deepspeed_setup"),
+    },
     "06_fsdp/minimal.py": {"model", "data", "ranks"},
     "06_fsdp/minimal_resumable.py": {"model", "data", "ranks"},
     "09_one_mesh/minimal.py": {"model", "data", "ranks"},

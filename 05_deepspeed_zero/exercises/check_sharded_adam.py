@@ -103,5 +103,5 @@ def try_length(answer: Answer, length: int, lr: float) -> str:
     # Adam's step is the same by n times the gradients. Padding has a moment of 0.
     due = torch.cat([torch.zeros(1), first_moments(reference)])
     if not torch.isclose(moments[:, None], due, atol=1e-5).any(1).all():
-        return "the weights are right, but exp_avg is not: gradients summed twice?"
+        return "the weights are right, but exp_avg is not: summed or divided twice?"
     return ""
