@@ -54,7 +54,7 @@ def compare_two_axes(device: torch.device) -> tuple[bool, str]:
     mine = tree_map(lambda part: part.chunk(shape[0])[place], batches)
     wrap = partial(shard_twice, mesh=mesh, policy=MixedPrecisionPolicy())
     return same_as_one_process(
-        lambda: GPT(GPTConfig(block_size=32)).to(device),  # rank 0's weights count
+        lambda: GPT(GPTConfig(block_size=32)).to(device),
         next_byte_loss,
         wrap,
         batches,
