@@ -670,7 +670,7 @@ def test_every_caller_is_answered_at_every_address_of_the_host() -> None:
 
 
 def test_an_address_is_shown_as_ip_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
-    # A resolver may answer with IPv4 inside IPv6; no interface has such an address.
+    # A host of the laboratory has this second address, and the first may be refused.
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as one:
         answered = one.submit(lambda: server.accept()[0].close())
         can_reach = load_chapter("03_ddp_torchrun/cluster")["can_reach"]
