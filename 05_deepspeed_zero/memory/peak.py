@@ -98,6 +98,8 @@ class Job(NamedTuple):
     adam: str = "foreach"  # one of ADAMS
     threshold: int = 100_000  # stage3_param_persistence_threshold
     micro_batches: int = 1  # whose gradients a step adds up
+    frozen: tuple[int, ...] = ()  # values in each tensor that is not trained
+    activations: int | None = None  # bytes, if they have been counted
 
 
 def activation_bytes(job: Job) -> int:
@@ -109,6 +111,8 @@ def activation_bytes(job: Job) -> int:
     of its own width. The loss keeps the logits, and their logarithms in float32. All
     this is without activation checkpointing.
     """
+    if job.activations is not None:
+        return job.activations
     c, wide = job.config, 2 if job.precision == "bf16" else 4
     width, inner = c.hidden_size, getattr(c, "intermediate_size", 4 * c.hidden_size)
     layer = 2 * width * (4 + 2 * wide) + wide * (5 * width + 4 * inner)
@@ -147,7 +151,12 @@ def rank_bytes(job: Job, stage: int, world_size: int) -> dict[str, float]:
     found: dict[str, float] = {kind: paper[kind] + added[kind] for kind in KINDS}
     count = round(found["optimizer"] / each.states)
     found["buckets"] = bucket_bytes(run)
-    gathered = min(added["gathered"] + job.live * each.weight, total * each.weight)
+    # A frozen tensor is a weight and nothing else. Only stage 3 divides it.
+    divided = world_size if stage == 3 else 1
+    found["parameters"] += each.weight * sum(-(-n // divided) for n in job.frozen)
+    small = each.weight * sum(n for n in job.frozen if n <= job.threshold)
+    whole = each.weight * (total + sum(job.frozen))
+    gathered = min(added["gathered"] + small + job.live * each.weight, whole)
     found["gathered"] = gathered if stage == 3 and world_size > 1 else 0
     found["activations"] = activation_bytes(job)
     step, host = peak_bytes(found, run, job.adam), 0.0

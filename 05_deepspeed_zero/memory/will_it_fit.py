@@ -6,9 +6,13 @@ Expect: for each stage the GB of each kind on a rank, its need, and whether that
 
 import argparse
 import logging
+import runpy
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from peak import ADAMS, Job, fewest_ranks, rank_bytes
@@ -23,7 +27,6 @@ SHAPES = {
 }
 SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SHAPE += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
-WORLDS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 KINDS = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}
 KINDS |= {"buckets": "bucket", "gathered": "gather", "activations": "act."}
 
@@ -40,6 +43,49 @@ def job_of_shape(shape: str, **settings: Any) -> Job:
     values = dict(zip(SHAPE, SHAPES[shape][1:], strict=True))
     config = AutoConfig.for_model("qwen2", **values)
     return Job(tensor_sizes_of(config), config, **settings)
+
+
+def job_of_module(place: str, precision: str = "bf16", **settings: Any) -> Job:
+    """Describe the training of your own model; `place` is FILE.py:FUNCTION.
+
+    The function returns a module and a function that computes a loss with it. Buffers
+    are not counted.
+    """
+    file, _, function = place.rpartition(":")
+    sys.path.insert(0, str(Path(file).parent))
+    build, kept = runpy.run_path(file)[function], {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()  # what several views share is kept once
+        kept[storage] = storage.nbytes()
+        return tensor
+
+    torch.set_default_dtype(torch.bfloat16 if precision == "bf16" else torch.float32)
+    with torch.device("meta"):
+        model, loss_of_model = build()
+    # Fake tensors have no memory either, but the kernels of a real device: attention on
+    # the meta device would keep more.
+    fake: dict[torch.Tensor, torch.Tensor] = {}
+    with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        for module in model.modules():
+            for named in (module._parameters, module._buffers):
+                for name, tensor in named.items():
+                    if tensor is not None and tensor not in fake:
+                        empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+                        fake[tensor] = empty.requires_grad_(tensor.requires_grad)
+                    named[name] = tensor if tensor is None else fake[tensor]
+        loss_of_model()
+    torch.set_default_dtype(torch.float32)
+    for tensor in fake.values():
+        kept.pop(tensor.untyped_storage(), None)
+    trained, frozen = (
+        [p.numel() for p in model.parameters() if p.requires_grad is wanted]
+        for wanted in (True, False)
+    )
+    if not trained:
+        raise ValueError("none of the model's parameters requires a gradient")
+    counted: Any = {"frozen": tuple(frozen), "activations": sum(kept.values())}
+    return Job(trained, None, precision, **settings, **counted)
 
 
 def breakdown(job: Job, world_size: int, memory: float) -> list[str]:
@@ -62,24 +108,16 @@ def breakdown(job: Job, world_size: int, memory: float) -> list[str]:
     return lines
 
 
-def table_of_needs(jobs: dict[str, Job]) -> list[str]:
-    """Return the GB that a rank needs, for all jobs, stages and WORLDS."""
-    lines = ["model  stage" + "".join(f"{world:>6}" for world in WORLDS)]
-    for name, job in jobs.items():
-        for stage in range(4):
-            needs = [rank_bytes(job, stage, n)["need"] / 1e9 for n in WORLDS]
-            row = "".join(f"{x:6.0f}" if x >= 100 else f"{x:6.1f}" for x in needs)
-            lines.append(f"{name:5}{stage:7}{row}")
-    return lines
-
-
 def main(options: argparse.Namespace) -> None:
     """Work out the bytes of the model that was asked for, and print them."""
     settings = {k: v for k, v in vars(options).items() if k in Job._fields}
-    if options.table:
-        jobs = {name: job_of_shape(name, tokens=options.tokens) for name in SHAPES}
-        return print("\n".join(table_of_needs(jobs)))
     name, job = SHAPES[options.shape][0], job_of_shape(options.shape, **settings)
+    if options.module:
+        try:
+            name, job = options.module, job_of_module(options.module, **settings)
+        except Exception as error:  # of the reader's own code
+            what = f"{type(error).__name__}: {error}".split("\n")[0]
+            fail(f"--module {options.module}: {what[:99]}; expected FILE.py:FUNCTION")
     if options.model:  # the hub would tell of every attempt to reach it
         logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
         try:
@@ -87,7 +125,9 @@ def main(options: argparse.Namespace) -> None:
             name, job = options.model, Job(tensor_sizes_of(config), config, **settings)
         except Exception as error:  # of the hub, of the file, or of the model's code
             fail(f"--model {options.model}: no causal model there: {str(error)[:60]!r}")
-    print(f"{name}: {sum(job.sizes):,} parameters on {options.ranks} rank(s), GB")
+    count = f"{sum(job.sizes) + sum(job.frozen):,} parameters"
+    count += f", {sum(job.frozen):,} of them frozen," if job.frozen else ""
+    print(f"{name}: {count} on {options.ranks} rank(s), GB")
     print("\n".join(breakdown(job, options.ranks, options.memory * 1e9)))
 
 
@@ -100,5 +140,5 @@ if __name__ == "__main__":
         options[name] = {"type": number(1, 1 << 40), "default": amounts[name]}
     options["shape"] = {"choices": SHAPES, "default": "1.5B"}
     options["model"] = {"metavar": "PATH_OR_NAME", "help": "a checkpoint's config"}
-    options["table"] = {"action": "store_true", "help": "GB for 1 to 1024 ranks"}
+    options["module"] = {"metavar": "FILE.py:FUNCTION", "help": "a model of your own"}
     main(read_options(**options))
