@@ -1091,7 +1091,11 @@ def test_what_is_no_model_of_one_s_own_is_refused_in_a_line(
             fit.main(SimpleNamespace(**words, **settings))
         torch.set_default_dtype(torch.float32)
         said = f"{error.value}{capsys.readouterr().err}"
-        assert what in said and "expected FILE.py:FUNCTION" in said and place in said
+        assert (
+            what in said
+            and "expected FILE.py:FUNCTION, as half" in said
+            and place in said
+        )
 
 
 def test_stage_0_is_brought_down_by_no_number_of_ranks() -> None:
@@ -1100,10 +1104,9 @@ def test_stage_0_is_brought_down_by_no_number_of_ranks() -> None:
     for shape in fit.SHAPES:
         job = fit.job_of_shape(shape)
         for stage in range(4):
-            row = [fit.rank_bytes(job, stage, n)["need"] / 1e9 for n in worlds]
-            # In stage 2 a rank keeps whole tensors, so at times 1 % more on more ranks.
-            pairs = zip(row, row[1:], strict=False)
-            assert all(more <= 1.01 * fewer for fewer, more in pairs)
+            needs = [fit.rank_bytes(job, stage, n)["need"] / 1e9 for n in worlds]
+            row = [round(need, 1) for need in needs]
+            assert row == sorted(row, reverse=True)
             assert (row[0] == row[-1]) == (stage == 0)
             assert shape != "70B" or (row[-1] > 80) == (stage < 3)
             checked += 1

@@ -7,11 +7,13 @@ Expect: for each stage the GB of each kind on a rank, its need, and whether that
 import argparse
 import logging
 import runpy
-import sys
+import site
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -45,6 +47,14 @@ def job_of_shape(shape: str, **settings: Any) -> Job:
     return Job(tensor_sizes_of(config), config, **settings)
 
 
+def half_frozen() -> tuple[nn.Module, Callable]:
+    """Return a module, and what makes the loss of a batch; an example of --module."""
+    layer = nn.TransformerEncoderLayer(1024, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, num_layers=24)
+    model.layers[:12].requires_grad_(False)
+    return model, lambda: model(torch.zeros(8, 512, 1024)).square().mean()
+
+
 def job_of_module(place: str, precision: str = "bf16", **settings: Any) -> Job:
     """Describe the training of your own model; `place` is FILE.py:FUNCTION.
 
@@ -52,7 +62,7 @@ def job_of_module(place: str, precision: str = "bf16", **settings: Any) -> Job:
     are not counted.
     """
     file, _, function = place.rpartition(":")
-    sys.path.insert(0, str(Path(file).parent))
+    site.addsitedir(str(Path(file).parent))  # what it imports may lie beside it
     build, kept = runpy.run_path(file)[function], {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,10 +124,12 @@ def main(options: argparse.Namespace) -> None:
     name, job = SHAPES[options.shape][0], job_of_shape(options.shape, **settings)
     if options.module:
         try:
-            name, job = options.module, job_of_module(options.module, **settings)
+            name = options.module.rpartition(":")[2]
+            job = job_of_module(options.module, **settings)
         except Exception as error:  # of the reader's own code
             what = f"{type(error).__name__}: {error}".split("\n")[0]
-            fail(f"--module {options.module}: {what[:99]}; expected FILE.py:FUNCTION")
+            what = f"{what[:99]}; expected FILE.py:FUNCTION, as half_frozen here"
+            fail(f"--module {options.module}: {what}")
     if options.model:  # the hub would tell of every attempt to reach it
         logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
         try:
