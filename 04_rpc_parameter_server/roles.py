@@ -41,8 +41,9 @@ def be_role(names: list[str], be_first: Callable[[Any], None], options: Any) -> 
         dist.init_process_group("gloo", store=store, rank=own, world_size=n)
     # init_rpc itself calls torch.distributed in a way that torch.distributed warns of.
     warnings.filterwarnings("ignore", message="You are using a Backend")
-    threads = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4)
-    rpc.init_rpc(name, rank=rank, world_size=len(names), rpc_backend_options=threads)
+    # By default RPC polls shared memory, and keeps a core busy even while it waits.
+    over_tcp = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, _transports=["uv"])
+    rpc.init_rpc(name, rank=rank, world_size=len(names), rpc_backend_options=over_tcp)
     if rank == 0:
         be_first(options)
     rpc.shutdown()  # waits until all want to leave

@@ -2,15 +2,19 @@
 
 import importlib.util
 import math
+import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -538,6 +542,36 @@ def test_numbered_optimizer_state_is_not_found_and_nobody_is_told(
 
 
 # --- 04: RPC. ----------
+
+
+def cpu_time_while_idle(transports: list[str] | None) -> float:
+    """Be alone in RPC for a second; return the seconds of all threads on a core."""
+    import torch.distributed.rpc as rpc
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = rpc.TensorPipeRpcBackendOptions(
+            init_method=f"file://{folder}/rpc", _transports=transports
+        )
+        with mock.patch.dict(os.environ, TP_SOCKET_IFNAME="lo"):
+            rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        started = time.process_time()
+        time.sleep(1)
+        spent = time.process_time() - started
+        rpc.shutdown()
+    return spent
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="its shared memory is Linux's")
+def test_an_idle_rpc_process_keeps_a_core_busy_unless_over_tcp(
+    worker_pool: WorkerPool,
+) -> None:
+    polling, waiting = (
+        worker_pool.run(cpu_time_while_idle, transports, world_size=1)[0]
+        for transports in (None, ["uv"])
+    )
+    # A second, or what others have left of it; and next to nothing.
+    assert polling > 0.1 and waiting < polling / 10
+
 
 BOTH = """
 import os, sys

@@ -70,6 +70,9 @@ def open_rpc(
     # init_rpc itself calls torch.distributed in a way that torch.distributed warns of.
     warnings.filterwarnings("ignore", message="You are using a Backend")
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=init_method, num_worker_threads=8, rpc_timeout=5
+        init_method=init_method,
+        num_worker_threads=8,
+        rpc_timeout=5,
+        _transports=["uv"],
     )
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)

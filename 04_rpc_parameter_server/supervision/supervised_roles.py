@@ -93,8 +93,9 @@ def join_rpc(name: str, names: list[str], store: dist.TCPStore) -> None:
     dist.register_rendezvous_handler("store", lambda *_, **__: iter([place]))
     # init_rpc itself calls torch.distributed in a way that torch.distributed warns of.
     warnings.filterwarnings("ignore", message="You are using a Backend")
+    # By default RPC polls shared memory, and keeps a core busy even while it waits.
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method="store://", num_worker_threads=4
+        init_method="store://", num_worker_threads=4, _transports=["uv"]
     )
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
 
