@@ -4,8 +4,11 @@ import contextlib
 import functools
 import io
 import itertools
+import json
 import re
+import shutil
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from launch import ROOT
 from lessons import in_the_pool
 from scripts import load_chapter
+from tiny_gpt import write_text, write_tokenizer
 from worker_pool import WorkerPool
 from zero_ranks import Pools, forget_earlier_group
 
@@ -237,6 +241,35 @@ def save_with_accelerate(folder: str, stage: int, gathers: bool) -> str:
     return ""
 
 
+def finetune(folder: str, resumes: bool = True, **options: Any) -> str:
+    """Be one rank of finetune.py, which keeps all checkpoints; return an error."""
+    forget_earlier_group()
+    module: Any = load_chapter(ROOM)["finetune"]
+    words = {"model": None, "text": None, "epochs": 2, "length": 64}
+    plain = module.arguments_for
+
+    def keep_all(options: Any) -> Any:
+        arguments = plain(options)
+        arguments.save_total_limit = None
+        return arguments
+
+    from accelerate.state import AcceleratorState
+
+    try:
+        with in_the_pool(module), contextlib.ExitStack() as stack:
+            for name, other in [
+                ("arguments_for", keep_all),
+                *([] if resumes else [("last_complete", lambda _: True)]),
+            ]:
+                stack.enter_context(mock.patch.object(module, name, other))
+            module.main(Namespace(out=Path(folder), **words | options))
+    except OSError as error:
+        return str(error)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return ""
+
+
 # --- What they must say. ----------
 
 
@@ -391,6 +424,95 @@ def test_trainer_needs_use_cpu_on_a_cpu(zero_pools: Pools) -> None:
         ("use_cpu=False", "DeepSpeedEngine", "1", "96", "48"),
         ("use_cpu=True", "DeepSpeedEngine", "2", "48", "48"),
     ]
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def test_finetuning_resumes_from_the_last_complete_checkpoint(tmp_path: Path) -> None:
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    modules: Any = load_chapter(ROOM)
+    # Workers of its own: the next model in them would be built in shards.
+    with WorkerPool(2) as workers:
+        run = functools.partial(workers.run, world_size=2)
+        assert run(finetune, str(whole)) == ["", ""]
+        names = {path.name for path in whole.iterdir()}
+        assert names == {"model", *(f"checkpoint-{n}" for n in (10, 20, 30, 36))}
+        # As if all ranks had died in the second checkpoint.
+        for step in (10, 20):
+            folder = f"checkpoint-{step}"
+            shutil.copytree(whole / folder, torn / folder)
+        (torn / "checkpoint-20/trainer_state.json").unlink()
+        # Trainer itself would take it.
+        ends = run(functools.partial(finetune, resumes=False), str(torn))
+        missing = ["checkpoint-20/trainer_state.json" in said for said in ends]
+        assert missing == [True, True]
+        first = str(torn / "checkpoint-10")
+        assert modules["finetune"].last_complete(torn) == first
+        assert run(finetune, str(torn)) == ["", ""]
+        saved, resumed = weights_in(whole), weights_in(torn)
+        assert len(saved) == len(resumed) == 26
+        for name, tensor in saved.items():
+            assert torch.equal(tensor, resumed[name]), name
+        # Each rank writes its own shard of weights and optimizer state.
+        shards = {path.name for path in (torn / "checkpoint-36").rglob("*_pp_rank_*")}
+        assert len(shards) == 4
+        # A checkpoint of one's own, with its tokenizer and a text.
+        start, text = tmp_path / "start", write_text(tmp_path / "text")
+        config = modules["qwen"].small_config()
+        config.vocab_size += 8  # the tokenizer adds some of its own
+        modules["qwen"].Qwen2ForCausalLM(config).save_pretrained(start)
+        write_tokenizer(start)
+        own = {"model": str(start), "text": text, "epochs": 1, "length": 32}
+        tune = functools.partial(finetune, **own)
+        assert run(tune, str(tmp_path / "own")) == ["", ""]
+    states = [f / "checkpoint-36/trainer_state.json" for f in (whole, torn)]
+    logs = [json.loads(state.read_text())["log_history"] for state in states]
+    losses = [[e.get("loss", e.get("eval_loss")) for e in log] for log in logs]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    assert losses[0][0] > losses[0][2] + 0.5 and losses[0][2] > losses[0][3] + 0.1
+    assert_it_learnt(start, tmp_path / "own/model", text)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"text": ROOT / "README.md"}, "--model and --text belong together"),
+        ({"model": "/nowhere/at/all"}, "--model and --text belong together"),
+        (
+            {"model": "/nowhere/at/all", "text": ROOT / "README.md"},
+            "--model /nowhere/at/all --text",
+        ),
+        ({"length": 4000}, "20000 tokens are too few: more text, or a smaller"),
+    ],
+)
+def test_what_cannot_be_finetuned_is_refused_in_a_line(
+    options: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module: Any = load_chapter(ROOM)["finetune"]
+    words = {"model": None, "text": None, "epochs": 1, "length": 64, "out": Path("/x")}
+    with pytest.raises(SystemExit) as error:
+        module.main(Namespace(**words | options))
+    line = f"{error.value}{capsys.readouterr().err}"
+    assert said in line and line.strip().count("\n") <= 1
+
+
+def assert_it_learnt(start: Path, folder: Path, text: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    found = []
+    for place in (start, folder):
+        tokens = AutoTokenizer.from_pretrained(folder)(text.read_text())["input_ids"]
+        rows = torch.tensor([tokens[:512]])
+        model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+        model.config.use_cache = False
+        # As many positions as the model has.
+        rows = rows[:, : model.config.max_position_embeddings]
+        found.append(model(input_ids=rows, labels=rows).loss.item())
+    assert found[1] < found[0] - 1, found
 
 
 def test_from_pretrained_fills_shards(zero_pools: Pools) -> None:

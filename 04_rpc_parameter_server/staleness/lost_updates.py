@@ -80,7 +80,9 @@ def main() -> None:
     warnings.showwarning = lambda *_, **__: None  # that TorchScript is deprecated
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
-        at = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rendezvous")
+        at = rpc.TensorPipeRpcBackendOptions(
+            init_method=f"file://{folder}/rendezvous", _transports=["uv"]
+        )
         rpc.init_rpc("server", rank=0, world_size=1, rpc_backend_options=at)
         as_expected = []
         for optimizer_class, is_sparse, rows, most, loses in (
