@@ -442,6 +442,40 @@ def frozen_and_generated(stage: int) -> dict[str, Any]:
     return found
 
 
+def means_under_deepspeed_and_ddp(stage: int) -> list[list[float]]:
+    """Train with BatchNorm on a rank's own samples; return its running means."""
+    modules = prepare()
+    config = json.loads(json.dumps(modules[f"stage_{stage}"].CONFIG))
+    config["bf16"]["enabled"] = False
+    modules["deepspeed_setup"].prepare(config)
+    import deepspeed
+
+    found = []
+    for uses_ddp in (False, True):
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(
+            torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+        )
+        if uses_ddp:
+            wrapped: Any = torch.nn.parallel.DistributedDataParallel(model)
+        else:
+            wrapped, *_ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), config=config
+            )
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(3):
+            samples = torch.randn(8, 4, generator=generator) + dist.get_rank()
+            loss = wrapped(samples).square().mean()
+            if uses_ddp:
+                loss.backward()
+            else:
+                wrapped.backward(loss)
+                wrapped.step()
+        wrapped(torch.zeros(8, 4))  # the wrapper's forward pass, once more
+        found.append(model[1].running_mean.tolist())
+    return found
+
+
 def evaluate_unequally(stage: int) -> int:
     """Evaluate one batch on rank 0 and two on rank 1; return how many."""
     modules = prepare()
@@ -1103,6 +1137,19 @@ def test_frozen_parameters_have_no_state_and_all_ranks_can_generate(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+def test_deepspeed_leaves_each_rank_its_own_running_means(
+    stage: int, zero_pools: Pools
+) -> None:
+    (of_engine, of_ddp), (other_engine, other_ddp) = zero_pools(2).run(
+        means_under_deepspeed_and_ddp, stage, world_size=2
+    )
+    apart = [abs(a - b) for a, b in zip(of_engine, other_engine, strict=True)]
+    assert len(apart) == 4 and max(apart) > 0.05
+    # DDP broadcasts them in its forward pass, which here saw the same samples.
+    assert of_ddp == pytest.approx(other_ddp, abs=1e-6)
+
+
 def test_only_stage_3_waits_for_a_rank_that_evaluates_no_more() -> None:
     with WorkerPool(2) as workers:
         assert workers.run(evaluate_unequally, 2) == [1, 2]

@@ -149,6 +149,9 @@ def test_roles_end_when_their_launcher_is_killed(run: Run, tmp_path: Path) -> No
         connections = one.net_connections(kind="inet")
         at = [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN]
         assert at and set(at) == {"127.0.0.1"}, one
+        # A thread that polls shared memory would take a core from all others (Linux).
+        threads = Path(f"/proc/{one.pid}/task").glob("*/comm")
+        assert "TP_SHM_reactor" not in {name.read_text().strip() for name in threads}
     process.kill()
     assert run.wait_until_empty(PATIENCE) == []
     check_saved_table(path)

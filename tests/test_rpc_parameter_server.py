@@ -524,10 +524,13 @@ def test_what_stays_on_the_cpu_uses_gloo_also_where_there_are_gpus() -> None:
         here = {"RANK": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
         with (
             mock.patch.dict(os.environ, here),
-            mock.patch.object(roles, "rpc"),
+            mock.patch.object(roles, "rpc") as rpc,
             mock.patch.object(roles, "tie_to_launcher"),
         ):
             roles.be_role(roles.names_of_roles(2), None, None)
+        # Not over shared memory, whose polling keeps a core busy.
+        (call,) = rpc.TensorPipeRpcBackendOptions.call_args_list
+        assert call.kwargs["_transports"] == ["uv"]
 
     assert group_of_a_trainer(be_trainer) == ("gloo", None, "", None)
 
