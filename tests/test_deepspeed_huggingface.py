@@ -245,7 +245,7 @@ def finetune(folder: str, resumes: bool = True, **options: Any) -> str:
     """Be one rank of finetune.py, which keeps all checkpoints; return an error."""
     forget_earlier_group()
     module: Any = load_chapter(ROOM)["finetune"]
-    words = {"model": None, "text": None, "epochs": 2, "length": 64}
+    words = {"model": None, "text": None, "epochs": 2, "length": 96}
     plain = module.arguments_for
 
     def keep_all(options: Any) -> Any:
@@ -440,7 +440,7 @@ def test_finetuning_resumes_from_the_last_complete_checkpoint(tmp_path: Path) ->
         run = functools.partial(workers.run, world_size=2)
         assert run(finetune, str(whole)) == ["", ""]
         names = {path.name for path in whole.iterdir()}
-        assert names == {"model", *(f"checkpoint-{n}" for n in (10, 20, 30, 36))}
+        assert names == {"model", *(f"checkpoint-{n}" for n in (10, 20, 24))}
         # As if all ranks had died in the second checkpoint.
         for step in (10, 20):
             folder = f"checkpoint-{step}"
@@ -458,7 +458,7 @@ def test_finetuning_resumes_from_the_last_complete_checkpoint(tmp_path: Path) ->
         for name, tensor in saved.items():
             assert torch.equal(tensor, resumed[name]), name
         # Each rank writes its own shard of weights and optimizer state.
-        shards = {path.name for path in (torn / "checkpoint-36").rglob("*_pp_rank_*")}
+        shards = {path.name for path in (torn / "checkpoint-24").rglob("*_pp_rank_*")}
         assert len(shards) == 4
         # A checkpoint of one's own, with its tokenizer and a text.
         start, text = tmp_path / "start", write_text(tmp_path / "text")
@@ -466,14 +466,15 @@ def test_finetuning_resumes_from_the_last_complete_checkpoint(tmp_path: Path) ->
         config.vocab_size += 8  # the tokenizer adds some of its own
         modules["qwen"].Qwen2ForCausalLM(config).save_pretrained(start)
         write_tokenizer(start)
-        own = {"model": str(start), "text": text, "epochs": 1, "length": 32}
+        own = {"model": str(start), "text": text, "epochs": 1, "length": 64}
         tune = functools.partial(finetune, **own)
         assert run(tune, str(tmp_path / "own")) == ["", ""]
-    states = [f / "checkpoint-36/trainer_state.json" for f in (whole, torn)]
+    states = [f / "checkpoint-24/trainer_state.json" for f in (whole, torn)]
     logs = [json.loads(state.read_text())["log_history"] for state in states]
     losses = [[e.get("loss", e.get("eval_loss")) for e in log] for log in logs]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
-    assert losses[0][0] > losses[0][2] + 0.5 and losses[0][2] > losses[0][3] + 0.1
+    # After 10 steps, after the epoch's 12 on held-out text, and after 20.
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+    assert losses[0][0] > losses[0][2] + 0.5
     assert_it_learnt(start, tmp_path / "own/model", text)
 
 

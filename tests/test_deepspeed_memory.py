@@ -294,6 +294,7 @@ def test_lowest_stage_of_the_chapter_s_example_depends_on_the_tokens() -> None:
     assert third["gathered"] / 1e9 == pytest.approx(2, rel=1e-3)
     assert third["need"] > second["need"]
     page = (ROOT / "05_deepspeed_zero/memory/README.md").read_text()
+    page = page.partition("will_it_fit.py --shape=1.5B")[2].partition("```")[0]
     needs_of = re.findall(r"^    [23] +[\d,]+ .* (\d+\.\d\d)   yes", page, re.M)
     assert [f"{found['need'] / 1e9:.2f}" for found in (second, third)] == needs_of
     assert "small model may take [more than in stage 2](memory" in words
@@ -1203,7 +1204,7 @@ def test_bad_input_is_one_line(
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     fit, count = module("will_it_fit"), module("memory_per_rank")
     settings = dict(fit.Job._field_defaults)
-    words = {"model": str(tmp_path), "shape": "1.5B"}
+    words = {"model": str(tmp_path), "shape": "1.5B", "module": None}
     t5 = tmp_path / "t5"
     t5.mkdir()
     (t5 / "config.json").write_text('{"model_type": "t5"}')
