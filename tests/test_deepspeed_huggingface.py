@@ -488,13 +488,20 @@ def test_finetuning_resumes_from_the_last_complete_checkpoint(tmp_path: Path) ->
             "--model /nowhere/at/all --text",
         ),
         ({"length": 4000}, "20000 tokens are too few: more text, or a smaller"),
+        ({"out": None}, " holds a run that has ended: choose another --out"),
     ],
 )
 def test_what_cannot_be_finetuned_is_refused_in_a_line(
-    options: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+    options: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     module: Any = load_chapter(ROOM)["finetune"]
     words = {"model": None, "text": None, "epochs": 1, "length": 64, "out": Path("/x")}
+    if "out" in options:
+        (tmp_path / "model").mkdir()
+        options = {"out": tmp_path}
     with pytest.raises(SystemExit) as error:
         module.main(Namespace(**words | options))
     line = f"{error.value}{capsys.readouterr().err}"

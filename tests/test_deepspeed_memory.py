@@ -1073,7 +1073,14 @@ def test_what_is_no_model_of_one_s_own_is_refused_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit, own = module("will_it_fit"), tmp_path / "own.py"
-    own.write_text(OWN_MODEL.format(trained=True) + "build_less = lambda: 1")
+    own.write_text(
+        OWN_MODEL.format(trained=True)
+        + "build_less = lambda: 1\nlossless = lambda: (build()[0], lambda: None)\n"
+        "def outside():\n    model, x = build()[0], torch.zeros(8, 3, 32, 32)\n"
+        "    return model, lambda: model(x).sum()\n"
+        "def cut_off():\n    model, loss = build()\n"
+        "    return model, torch.no_grad()(loss)\n"
+    )
     own.with_name("frozen.py").write_text(
         OWN_MODEL.format(trained=False) + "def head():\n    model, loss = build()\n"
         "    return model.requires_grad_(False), loss\n"
@@ -1082,10 +1089,13 @@ def test_what_is_no_model_of_one_s_own_is_refused_in_a_line(
     refused = {
         f"{own}:bild": "KeyError: 'bild'",
         f"{own}:build_less": "TypeError: cannot unpack",
+        f"{own}:lossless": "the second function returns no loss",
+        f"{own}:cut_off": "the second function returns no loss",
+        f"{own}:outside": "Please convert all Tensors to FakeTensors",
         f"{own.with_name('none.py')}:build": "FileNotFoundError",
         f"{own.with_name('frozen.py')}:head": "none of the model's parameters",
     }
-    assert len(refused) == 4
+    assert len(refused) == 7
     for place, what in refused.items():
         words = {"module": place, "model": None, "ranks": 2, "memory": 80}
         with pytest.raises(SystemExit) as error:
@@ -1094,7 +1104,7 @@ def test_what_is_no_model_of_one_s_own_is_refused_in_a_line(
         said = f"{error.value}{capsys.readouterr().err}"
         assert (
             what in said
-            and "expected FILE.py:FUNCTION, as half" in said
+            and "half_frozen, inputs made in the loss" in said
             and place in said
         )
 

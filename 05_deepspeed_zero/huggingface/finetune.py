@@ -44,7 +44,6 @@ def arguments_for(options: argparse.Namespace) -> TrainingArguments:
         learning_rate=1e-3,
         lr_scheduler_type="cosine",
         warmup_steps=2,
-        max_grad_norm=1.0,
         eval_strategy="epoch",
         save_steps=10,
         save_total_limit=2,  # the older one stays until the newer is written
@@ -56,8 +55,7 @@ def arguments_for(options: argparse.Namespace) -> TrainingArguments:
 
 def blocks_of(tokens: list[int], length: int) -> list[dict[str, torch.Tensor]]:
     """Cut tokens into samples of equal length; the model shifts the labels itself."""
-    cuts = [tokens[i : i + length] for i in range(0, len(tokens), length)]
-    blocks = [torch.tensor(cut) for cut in cuts if len(cut) == length]
+    blocks = torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length)
     return [{"input_ids": block, "labels": block} for block in blocks]
 
 
@@ -81,6 +79,8 @@ def main(options: argparse.Namespace) -> None:
             tokens = tokenizer(options.text.read_text("utf-8"))["input_ids"]
         except Exception as error:  # whatever the tokenizer's class trips over
             fail(f"--model {options.model} --text {options.text}: {str(error)[:99]}")
+    if (options.out / "model").exists():
+        fail(f"{options.out} holds a run that has ended: choose another --out")
     if len(blocks := blocks_of(tokens, options.length)) < 10:
         fail(f"{len(tokens)} tokens are too few: more text, or a smaller --length")
     prepare(CONFIG)

@@ -84,7 +84,7 @@ def job_of_module(place: str, precision: str = "bf16", **settings: Any) -> Job:
                         empty = torch.empty(tensor.shape, dtype=tensor.dtype)
                         fake[tensor] = empty.requires_grad_(tensor.requires_grad)
                     named[name] = tensor if tensor is None else fake[tensor]
-        loss_of_model()
+        loss = loss_of_model()
     torch.set_default_dtype(torch.float32)
     for tensor in fake.values():
         kept.pop(tensor.untyped_storage(), None)
@@ -94,6 +94,8 @@ def job_of_module(place: str, precision: str = "bf16", **settings: Any) -> Job:
     )
     if not trained:
         raise ValueError("none of the model's parameters requires a gradient")
+    if loss is None or not loss.requires_grad:
+        raise ValueError("the second function returns no loss of the model's")
     counted: Any = {"frozen": tuple(frozen), "activations": sum(kept.values())}
     return Job(trained, None, precision, **settings, **counted)
 
@@ -128,8 +130,10 @@ def main(options: argparse.Namespace) -> None:
             job = job_of_module(options.module, **settings)
         except Exception as error:  # of the reader's own code
             what = f"{type(error).__name__}: {error}".split("\n")[0]
-            what = f"{what[:99]}; expected FILE.py:FUNCTION, as half_frozen here"
-            fail(f"--module {options.module}: {what}")
+            expected = (
+                "expected FILE.py:FUNCTION, as half_frozen, inputs made in the loss"
+            )
+            fail(f"--module {options.module}: {what[:99]}; {expected}")
     if options.model:  # the hub would tell of every attempt to reach it
         logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
         try:
