@@ -1136,7 +1136,6 @@ def test_frozen_parameters_have_no_state_and_all_ranks_can_generate(
     assert [found["longer"] for found in by_rank] == [2, 6]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_deepspeed_leaves_each_rank_its_own_running_means(
     stage: int, zero_pools: Pools
@@ -1150,6 +1149,7 @@ def test_deepspeed_leaves_each_rank_its_own_running_means(
     assert of_ddp == pytest.approx(other_ddp, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_only_stage_3_waits_for_a_rank_that_evaluates_no_more() -> None:
     with WorkerPool(2) as workers:
         assert workers.run(evaluate_unequally, 2) == [1, 2]
