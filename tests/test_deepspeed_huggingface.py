@@ -450,9 +450,12 @@ def test_finetuning_resumes_from_the_last_complete_checkpoint(tmp_path: Path) ->
         ends = run(functools.partial(finetune, resumes=False), str(torn))
         missing = ["checkpoint-20/trainer_state.json" in said for said in ends]
         assert missing == [True, True]
-        first = str(torn / "checkpoint-10")
-        assert modules["finetune"].last_complete(torn) == first
+        first = torn / "checkpoint-10"
+        assert modules["finetune"].last_complete(torn) == str(first)
+        written = (first / "trainer_state.json").stat().st_mtime_ns
         assert run(finetune, str(torn)) == ["", ""]
+        # A run from the start would come to the same bits, and write this one again.
+        assert (first / "trainer_state.json").stat().st_mtime_ns == written
         saved, resumed = weights_in(whole), weights_in(torn)
         assert len(saved) == len(resumed) == 26
         for name, tensor in saved.items():
@@ -505,7 +508,7 @@ def test_what_cannot_be_finetuned_is_refused_in_a_line(
     with pytest.raises(SystemExit) as error:
         module.main(Namespace(**words | options))
     line = f"{error.value}{capsys.readouterr().err}"
-    assert said in line and line.strip().count("\n") <= 1
+    assert said in line and "\n" not in line.strip()
 
 
 def assert_it_learnt(start: Path, folder: Path, text: Path) -> None:
