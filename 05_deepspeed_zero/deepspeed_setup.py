@@ -7,7 +7,9 @@ can do without all of this.
 
 import argparse
 import importlib
+import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -27,6 +29,7 @@ MOST_RANKS = 16  # on one machine; more are a typing error
 DEFAULT_PORT = "29500"  # allowed port: the launcher's, which is replaced
 # For `ranks.read_options`: the launcher adds it. LOCAL_RANK says the same everywhere.
 SETUP_OPTIONS: Any = {"local_rank": {"type": int, "help": argparse.SUPPRESS}}
+RECORD = "record.json"  # of a checkpoint: its ranks, and its files' sizes
 settled: dict[str, Any] = {}  # what `prepare` has chosen, for `join`
 
 
@@ -70,16 +73,63 @@ def prepare(config: dict[str, Any]) -> torch.device:
     return device
 
 
-def refuse_other_ranks(folder: Path) -> None:
-    """Exit with one line if the newest checkpoint has shards of more or fewer ranks."""
-    if (folder / "latest").exists():
-        tag = (folder / "latest").read_text().strip()
-        shards = len(list((folder / tag).glob("*_optim_states.pt")))
-        if shards not in (0, int(os.environ.get("WORLD_SIZE", "1"))):
-            convert = "convert it as in 05_deepspeed_zero/checkpoints"
-            ranks.fail(
-                f"{folder / tag} is of {shards} ranks: start {shards}; or {convert}"
-            )
+def save_whole(engine: Any, folder: Path, tag: str, **state: Any) -> None:
+    """Save beside the older checkpoints, then name this one; every rank calls this.
+
+    By default rank 0 writes `latest` when it is done, even if others are not. The
+    record lets `latest_tag` find a shard that is lost or cut short later.
+
+    Raises:
+        ValueError: The newest checkpoint has this name, and would be gone meanwhile.
+    """
+    latest = folder / "latest"
+    if latest.exists() and latest.read_text().strip() == tag:
+        raise ValueError(f"{folder / tag} is the newest checkpoint: choose another tag")
+    if dist.get_rank() == 0:  # what a run that broke off, or of more ranks, has left
+        shutil.rmtree(folder / tag, ignore_errors=True)
+    dist.barrier()
+    engine.save_checkpoint(folder, tag, client_state=state, save_latest=False)
+    if dist.get_rank() == 0:  # all have saved: `save_checkpoint` ends with a barrier
+        files = {path.name: path.stat().st_size for path in (folder / tag).iterdir()}
+        record = {"ranks": dist.get_world_size(), "files": files}
+        (folder / tag / RECORD).write_text(json.dumps(record))
+        (folder / "latest.new").write_text(tag)
+        (folder / "latest.new").replace(latest)  # the new name, or the old
+
+
+def latest_tag(folder: Path) -> str:
+    """Return the name of the checkpoint to load, '' if there is none.
+
+    Exits with one line, before any shard is read, if one is missing or has another
+    size, or if another number of ranks has saved them. A universal checkpoint has no
+    such shards: any number of ranks reads it.
+    """
+    if not (folder / "latest").exists():
+        return ""
+    tag = (folder / "latest").read_text().strip()
+    if (folder / tag / "zero").is_dir():
+        return tag
+    if not (folder / tag / RECORD).exists():
+        ranks.fail(f"{folder / tag} was not saved whole; name another in latest")
+    record = json.loads((folder / tag / RECORD).read_text())
+    if fault := find_damage(folder / tag, record["files"]):
+        ranks.fail(f"{fault}; name another checkpoint in {folder / 'latest'}")
+    if record["ranks"] != int(os.environ.get("WORLD_SIZE", "1")):
+        convert = "convert it as in 05_deepspeed_zero/checkpoints"
+        ranks.fail(
+            f"{folder / tag} is of {record['ranks']} ranks: start as many; or {convert}"
+        )
+    return tag
+
+
+def find_damage(folder: Path, sizes: dict[str, int]) -> str:
+    """Return what is wrong with a file's size in bytes, '' if all are as noted."""
+    for name, expected in sizes.items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else 0
+        if found != expected:
+            return f"{path} has {found:,} bytes and was saved with {expected:,}"
+    return ""
 
 
 def join(at_least: int = 1) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_setup import SETUP_OPTIONS, join, leave, prepare, refuse_other_ranks
+from deepspeed_setup import SETUP_OPTIONS, join, latest_tag, leave, prepare, save_whole
 from pretrained import MODEL_OPTIONS, model_and_tokens
 from ranks import check, read_options, say, start_ranks
 from text import global_batch
@@ -47,18 +47,8 @@ def train_and_save(engine: Any, tokens: torch.Tensor, folder: Path | None) -> No
             engine.backward(loss)  # divides by the number of micro-batches
             engine.step()  # changes the weights after the last of them only
         if folder and engine.global_steps % SAVE_EVERY == 0:
-            save(engine, folder)
-
-
-def save(engine: Any, folder: Path) -> None:
-    """Write a checkpoint beside the older ones; then let the file `latest` name it."""
-    tag = f"step_{engine.global_steps}"
-    # By default rank 0 writes `latest` when it is done, even if others are not.
-    engine.save_checkpoint(folder, tag, save_latest=False)  # ends with a barrier
-    if dist.get_rank() == 0:
-        (folder / "latest.new").write_text(tag)
-        (folder / "latest.new").replace(folder / "latest")
-    say(f"saved {tag}")
+            save_whole(engine, folder, tag := f"step_{engine.global_steps}")
+            say(f"saved {tag}")
 
 
 @torch.no_grad()
@@ -79,15 +69,15 @@ def main(options: argparse.Namespace) -> None:
     device = prepare(CONFIG)  # before DeepSpeed is imported
     folder = options.checkpoints
     # What cannot be loaded is refused in one line, before the ranks meet.
-    refuse_other_ranks(folder)
+    tag = latest_tag(folder)
     model, tokens = model_and_tokens(options, CONFIG, device, needed=20 * BLOCK_SIZE)
     held_out, tokens = tokens[: len(tokens) // 20], tokens[len(tokens) // 20 :]
     join()
     import deepspeed
 
     engine = deepspeed.initialize(model=model, config=CONFIG)[0]
-    if (folder / "latest").exists():
-        engine.load_checkpoint(folder)  # without one: (None, None), and a warning
+    if tag:
+        engine.load_checkpoint(folder, tag)
     loss = evaluate(engine, held_out)
     say(f"from step {engine.global_steps} | held-out loss {loss:.4f}")
     train_and_save(engine, tokens, folder)

@@ -8,6 +8,8 @@ import io
 import os
 import re
 import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -1426,19 +1428,37 @@ def test_a_line_that_is_missing_with_zero_shows(
     assert apart > 1e-4
 
 
+def own_model(module: Any, frozen: float) -> Any:
+    """Return a class of GPTs with a frozen weight, and buffers that differ by rank."""
+
+    class OwnModel(module.GPT):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            weight = torch.tensor([frozen])
+            self.frozen = torch.nn.Parameter(weight, requires_grad=False)
+            self.norm = torch.nn.BatchNorm1d(1)
+
+        def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            normed = self.norm(inputs.float().reshape(-1, 1)).mean()
+            return super().forward(inputs, labels) + self.frozen[0] * normed
+
+    return OwnModel
+
+
 def resumable_with_zero(
-    folder: str, stage: int
+    folder: str, stage: int, frozen: float | None = None
 ) -> tuple[str, dict[str, torch.Tensor], list[float]]:
     """Run chapter 05's minimal_resumable.py there, a smaller GPT.
 
     Return what it prints, and what it has saved last: all weights, on rank 0, and the
-    rates of the groups.
+    rates of the groups. With `frozen` the model has a weight of this value, and more.
     """
     forget_earlier_group()
     module: Any = load_chapter("05_deepspeed_zero/checkpoints")["minimal_resumable"]
     config = {**module.CONFIG, "zero_optimization": {"stage": stage}}
     output, saved, engines = io.StringIO(), Path(folder, "saved"), []
     load = module.held_out_loss
+    model = module.GPT if frozen is None else own_model(module, frozen)
 
     def noted(engine: Any, dataset: Any) -> float:
         assert len(dataset) == 512 and engine.gradient_clipping() == 1.0
@@ -1451,6 +1471,7 @@ def resumable_with_zero(
         mock.patch.multiple(
             module,
             GPTConfig=partial(module.GPTConfig, **SMALL),
+            GPT=model,
             CONFIG=config,
             FOLDER=saved,
             join=mock.Mock(),
@@ -1465,9 +1486,11 @@ def resumable_with_zero(
     if torch.distributed.get_rank() == 0:
         with contextlib.redirect_stdout(io.StringIO()):
             weights = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(saved))
-    lines = [line for line in output.getvalue().splitlines() if "epoch" in line]
+    if engines and stage < 3:
+        weights |= engines[-1].module.state_dict()  # in stage 1 the other has no frozen
+    said = re.findall(r"^\d ranks: .*|^epoch .*", output.getvalue(), re.M)
     rates = [rate for engine in engines for rate in engine.get_lr()]
-    return "\n".join(lines), weights, rates
+    return "\n".join(said), weights, rates
 
 
 @pytest.mark.parametrize(
@@ -1496,6 +1519,67 @@ def test_zero_trains_and_resumes_as_chapter_03_does(
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
     (end, *_), _ = run(resumable_with_zero, zero, stage, world_size=2)
     assert end == "2 ranks: 2 of 2 epochs done"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_goes_on_with_another_number_of_ranks(
+    zero_pools: Pools, tmp_path: Path, stage: int
+) -> None:
+    """As many samples in a step, and the same schedule."""
+    (said, whole, _), _ = zero_pools(2).run(
+        resumable_with_zero, str(tmp_path), stage, world_size=2
+    )
+    to_universal(tmp_path / "saved")  # the shards of epoch_2 are in the way
+    ((alone, moved, rates),) = zero_pools(1).run(
+        resumable_with_zero, str(tmp_path), stage, world_size=1
+    )
+    begins, loss = alone.splitlines()
+    assert begins == "1 ranks: 1 of 2 epochs done" and rates == [pytest.approx(0)]
+    last = said.splitlines()[2]
+    assert loss[:-5] == last[:-5]
+    assert float(loss[-5:]) == pytest.approx(float(last[-5:]), abs=0.0011)
+    assert len(moved) == len(whole) == 15
+    for name, weight in whole.items():
+        assert (moved[name] - weight).abs().max() < ROUNDED
+
+
+def to_universal(saved: Path) -> None:
+    """Type the page's command, and let `latest` name what it has made."""
+    page = (ROOT / "05_deepspeed_zero/checkpoints/README.md").read_text()
+    (command,) = re.findall(r"\$ python (-m deepspeed.checkpoint[^|]*) 2>&1 \|", page)
+    words = command.replace("\\\n", "").replace("saved/run", str(saved)).split()
+    # More worker processes are worth their start for large models only.
+    words += ["--num_extract_workers=1", "--num_merge_workers=1"]
+    subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    shutil.copy(saved / "latest_universal", saved / "latest")
+    assert (saved / "latest").read_text() == "epoch_1_universal"
+
+
+@pytest.mark.parametrize(
+    "stage", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))]
+)
+def test_own_model_keeps_its_running_means_and_its_frozen_weights(
+    zero_pools: Pools, tmp_path: Path, stage: int
+) -> None:
+    def run(ranks: int, frozen: float) -> Any:
+        return zero_pools(ranks).run(
+            resumable_with_zero, str(tmp_path), stage, frozen, world_size=ranks
+        )
+
+    (said, whole, _), _ = run(2, 3.0)
+    assert len(whole) == 15 + 1 + 5  # two weights of the BatchNorm and three buffers
+    assert whole["frozen"] == 3.0 and whole["norm.num_batches_tracked"] == 16 * 2
+    shutil.rmtree(tmp_path / "saved/epoch_2")
+    (tmp_path / "saved/latest").write_text("epoch_1")
+    (then, resumed, _), _ = run(2, 4.0)  # as if it were drawn, and otherwise
+    assert then.splitlines()[1] == said.splitlines()[2]
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    to_universal(tmp_path / "saved")
+    ((_, moved, rates),) = run(1, 4.0)
+    assert moved["frozen"] == 3.0 and rates == [pytest.approx(0, abs=1e-9)]
+    # One rank takes twice as many micro-batches as each of two.
+    assert moved["norm.num_batches_tracked"] == 16 + 32
 
 
 @pytest.mark.slow

@@ -902,29 +902,67 @@ def test_two_hosts_on_one_machine_need_not_share_its_gpu(
     assert setup.settled["reason"] == reasons[taken]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_shards_of_other_ranks_are_refused_in_one_line(
+def saved_by_two(folder: Path, tag: str) -> Any:
+    """Save two small shards as `save_whole` does; return the engine that did."""
+
+    def write(path: Path, tag: str, **_: Any) -> None:
+        (path / tag).mkdir()
+        for rank in range(2):
+            name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            (path / tag / name).write_text("a shard")
+
+    engine = mock.Mock(save_checkpoint=mock.Mock(side_effect=write))
+    setup = load_chapter(CHAPTER)["deepspeed_setup"]
+    group = {"get_rank": lambda: 0, "get_world_size": lambda: 2, "barrier": mock.Mock()}
+    with mock.patch.multiple(setup.dist, **group):
+        setup.save_whole(engine, folder, tag, epoch=3)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("world_size", "damage", "says"),
+    [
+        (2, "", ""),
+        (1, "", "step_10 is of 2 ranks: start as many; or convert it as in 05_deep"),
+        (3, "", "step_10 is of 2 ranks: start as many; or convert it as in 05_deep"),
+        (1, "gone", "rank_1_mp_rank_00_optim_states.pt has 0 bytes and was saved with"),
+        (2, "cut", "has 2 bytes and was saved with 7; name another checkpoint in "),
+        (2, "no record", "step_10 was not saved whole; name another in latest"),
+        (2, "no folder", "step_10 was not saved whole; name another in latest"),
+        (1, "converted", ""),
+    ],
+)
+def test_shards_that_cannot_be_loaded_are_refused_in_one_line(
     world_size: int,
+    damage: str,
+    says: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    setup = load_chapter(CHAPTER)["deepspeed_setup"]
-    setup.refuse_other_ranks(tmp_path)  # has none
-    (tmp_path / "latest").write_text("step_10")
-    (tmp_path / "step_10").mkdir()
-    for rank in range(2):
-        name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        (tmp_path / "step_10" / name).touch()
-    if world_size == 2:
-        setup.refuse_other_ranks(tmp_path)
+    setup, folder = load_chapter(CHAPTER)["deepspeed_setup"], tmp_path / "step_10"
+    assert setup.latest_tag(tmp_path) == ""
+    saved_by_two(tmp_path, "step_10")
+    shard = folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    if damage == "gone":
+        shard.unlink()
+    elif damage == "cut":
+        os.truncate(shard, 2)
+    elif damage == "no record":
+        (folder / "record.json").unlink()
+    elif damage == "no folder":
+        shutil.rmtree(folder)
+    elif damage == "converted":
+        shutil.rmtree(folder)
+        (folder / "zero").mkdir(parents=True)
+    if not says:
+        assert setup.latest_tag(tmp_path) == "step_10"
         return
     with pytest.raises(SystemExit) as end:
-        setup.refuse_other_ranks(tmp_path)
+        setup.latest_tag(tmp_path)
     said = capsys.readouterr().err
-    assert end.value.code == 2 and said.count("\n") == 1
-    assert f"{tmp_path / 'step_10'} is of 2 ranks: start 2; or convert it" in said
+    assert end.value.code == 2 and said.count("\n") == 1 and says in said
 
 
 @pytest.mark.slow
@@ -1071,20 +1109,23 @@ def test_the_check_finds(
 
 
 def test_latest_is_replaced_and_never_half_written(tmp_path: Path) -> None:
-    recipe, engine = load_chapter("05_deepspeed_zero")["recipe"], mock.Mock()
-    engine.global_steps = 20
-    latest = tmp_path / "latest"
+    latest, left = tmp_path / "latest", tmp_path / "step_20"
     latest.write_text("step_10")
-    with (
-        latest.open() as opened_before,
-        mock.patch.object(recipe.dist, "get_rank", return_value=0),
-        mock.patch.object(recipe, "say"),
-    ):
-        recipe.save(engine, tmp_path)
+    left.mkdir()
+    (left / "zero_pp_rank_2_mp_rank_00_optim_states.pt").touch()
+    with latest.open() as opened_before:
+        engine = saved_by_two(tmp_path, "step_20")
         # Who has opened it reads on: it is another file now.
         assert (opened_before.read(), latest.read_text()) == ("step_10", "step_20")
-    saved = mock.call.save_checkpoint(tmp_path, "step_20", save_latest=False)
+    saved = mock.call.save_checkpoint(
+        tmp_path, "step_20", client_state={"epoch": 3}, save_latest=False
+    )
     assert engine.mock_calls == [saved]
+    with pytest.raises(ValueError, match="step_20 is the newest checkpoint"):
+        saved_by_two(tmp_path, "step_20")
+    # What more ranks had left there, before they died, is gone.
+    names = [f"bf16_zero_pp_rank_{n}_mp_rank_00_optim_states.pt" for n in (0, 1)]
+    assert sorted(one.name for one in left.iterdir()) == [*names, "record.json"]
 
 
 @pytest.mark.parametrize(

@@ -1107,26 +1107,33 @@ def launches(tree: Tree) -> list[list[str]]:
     ]
 
 
+@cache
+def functions(text: str) -> dict[str, ast.FunctionDef]:
+    """Return the functions of a file by name: the first of each name."""
+    found = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
+    return {node.name: node for node in reversed(found)}
+
+
 def is_always_skipped(text: str, name: str) -> bool:
     """Tell whether a test function of a file can never get to its end.
 
     What is marked with ``skip`` is not among the tests that `collect` returns. This is
     about ``skipif(True)``, and about a ``pytest.skip()`` that stands in no branch.
     """
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            marks = [d for d in node.decorator_list if isinstance(d, ast.Call)]
-            calls = [n.value for n in node.body if isinstance(n, ast.Expr)]
-            return any(
-                ast.unparse(mark.func).endswith("mark.skipif")
-                and any(isinstance(a, ast.Constant) and a.value for a in mark.args)
-                for mark in marks
-            ) or any(
-                isinstance(call, ast.Call)
-                and ast.unparse(call.func) in ("pytest.skip", "pytest.xfail")
-                for call in calls
-            )
-    return False
+    if name not in functions(text):
+        return False
+    node = functions(text)[name]
+    marks = [d for d in node.decorator_list if isinstance(d, ast.Call)]
+    calls = [n.value for n in node.body if isinstance(n, ast.Expr)]
+    return any(
+        ast.unparse(mark.func).endswith("mark.skipif")
+        and any(isinstance(a, ast.Constant) and a.value for a in mark.args)
+        for mark in marks
+    ) or any(
+        isinstance(call, ast.Call)
+        and ast.unparse(call.func) in ("pytest.skip", "pytest.xfail")
+        for call in calls
+    )
 
 
 def fault_of_proof(name: str, path: str, tree: Tree, collected: Container[str]) -> str:

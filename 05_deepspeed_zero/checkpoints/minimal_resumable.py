@@ -2,7 +2,8 @@
 
 Run: torchrun --nproc-per-node=2 05_deepspeed_zero/checkpoints/minimal_resumable.py
 Expect: the losses of 03_ddp_torchrun/minimal_resumable.py. The same command resumes, in
-    the same stage and on as many ranks. To begin anew, delete saved/run.
+    the same stage; from a universal checkpoint on any number of ranks. To begin anew,
+    delete saved/run.
 """
 
 import sys
@@ -17,15 +18,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from data import WindowDataset, load_text
-from deepspeed_setup import join, leave, prepare, refuse_other_ranks
+from deepspeed_setup import join, latest_tag, leave, prepare, save_whole
 from model import GPT, GPTConfig
 
-EPOCHS, BATCH_SIZE, ACCUMULATE, FOLDER = 2, 16, 2, Path("saved/run")
+EPOCHS, BATCH_SIZE, GLOBAL_BATCH_SIZE, FOLDER = 2, 16, 64, Path("saved/run")
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": BATCH_SIZE,
-    "gradient_accumulation_steps": ACCUMULATE,
+    "train_batch_size": GLOBAL_BATCH_SIZE,  # of all ranks, by accumulation
     "gradient_clipping": 1.0,  # clip_grad_norm_ would clip nothing
-    "bf16": {"enabled": False},  # True on GPUs
+    "bf16": {"enabled": False},  # True on GPUs; then cast float inputs, too
     "zero_optimization": {"stage": 2},  # or 1 or 3
 }
 
@@ -45,10 +46,25 @@ def held_out_loss(engine: Any, dataset: Any) -> float:
     return total.item()
 
 
+def load_what_universal_lacks(model: Any, tag: str) -> None:
+    """Load frozen weights and buffers, which DeepSpeed leaves out without an error."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    file = FOLDER / tag / "mp_rank_00_model_states.pt"
+    if file.exists():  # in stages 1 and 2
+        weights: Any = torch.load(file, weights_only=False)["module"]
+    else:
+        tag = tag.removesuffix("_universal")
+        weights = get_fp32_state_dict_from_zero_checkpoint(FOLDER, tag)
+    model.load_state_dict(weights)
+
+
 def main() -> None:
     """Join, build, resume; train, evaluate and save each epoch."""
-    prepare(CONFIG)  # before DeepSpeed is imported
-    refuse_other_ranks(FOLDER)
+    tag = latest_tag(FOLDER)
+    universal = (FOLDER / tag / "zero").is_dir()
+    config = CONFIG | {"checkpoint": {"load_universal": universal}}
+    prepare(config)  # before DeepSpeed is imported
     join()
     import deepspeed
 
@@ -56,36 +72,34 @@ def main() -> None:
     train_set, test_set = (WindowDataset(t, 128, 512) for t in load_text(None, 128))
     sampler = DistributedSampler(train_set, drop_last=True)
     loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
-    steps = len(loader) // ACCUMULATE or sys.exit("too few samples per rank")
+    steps = len(train_set) // GLOBAL_BATCH_SIZE or sys.exit("too few samples")
     torch.manual_seed(0)
     model: Any = GPT(GPTConfig())
+    if universal:
+        load_what_universal_lacks(model, tag)
     adam = torch.optim.AdamW(model.parameters(), lr=2e-3)
     half_turn = pi / (EPOCHS * steps)
     schedule: Any = LambdaLR(adam, lambda step: 0.5 + 0.5 * cos(half_turn * step))
-    engine: Any
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=adam, lr_scheduler=schedule, config=CONFIG
-    )
-    first_epoch = 0
-    if (FOLDER / "latest").exists():
-        _, state = engine.load_checkpoint(FOLDER)  # schedule and optimizer, too
-        first_epoch = state["epoch"]
+    parts: Any = {"model": model, "optimizer": adam, "lr_scheduler": schedule}
+    engine, first_epoch = deepspeed.initialize(**parts, config=config)[0], 0
+    if tag:  # also schedule and optimizer: with the learning rate that was saved
+        first_epoch = engine.load_checkpoint(FOLDER, tag)[1]["epoch"]
+    used = steps * engine.gradient_accumulation_steps()  # micro-batches in an epoch
     if rank == 0:
         print(f"{world_size} ranks: {first_epoch} of {EPOCHS} epochs done")
     for epoch in range(first_epoch, EPOCHS):
         sampler.set_epoch(epoch)  # another order in each epoch
         torch.manual_seed(epoch * world_size + rank)  # dropout, also of a resumed run
-        for _, inputs, labels in islice(loader, steps * ACCUMULATE):
+        for _, inputs, labels in islice(loader, used):
             loss = engine(inputs.to(engine.device), labels.to(engine.device))
-            engine.backward(loss)  # divides by ACCUMULATE
-            engine.step()  # steps, and the schedule too, on the last micro-batch only
+            engine.backward(loss)  # divides by the number of micro-batches
+            engine.step()  # steps, and the schedule too, on the last of them only
+        for buffer in model.buffers():  # BatchNorm's statistics, as rank 0 saves them
+            dist.broadcast(buffer, src=0)
         loss = held_out_loss(engine, test_set)
-        tag, done = f"epoch_{epoch + 1}", {"epoch": epoch + 1}
-        engine.save_checkpoint(FOLDER, tag, client_state=done, save_latest=False)
         if rank == 0:
             print(f"epoch {epoch} | validation loss {loss:.3f}", flush=True)
-            (FOLDER / "latest.new").write_text(tag)  # now that all shards are there
-            (FOLDER / "latest.new").replace(FOLDER / "latest")
+        save_whole(engine, FOLDER, f"epoch_{epoch + 1}", epoch=epoch + 1)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from deepspeed_setup import SETUP_OPTIONS, join, leave, prepare
+from deepspeed_setup import RECORD, SETUP_OPTIONS, find_damage, join, leave, prepare
 from ranks import check, fail, read_options, say, start_ranks
-from shards import CONFIG, RECORD, SAVED_AT, STEPS, new_engine, train_steps
+from shards import CONFIG, SAVED_AT, STEPS, new_engine, train_steps
 
 LIMIT = 2e-2  # of a loss of 3 to 4; bf16 has two or three digits
 
@@ -38,15 +38,8 @@ def find_problem(folder: Path, stage: int) -> str:
             f"the shards in {folder} are of stage {record['stage']}, which stage "
             f"{stage} cannot read; the weights alone are in {folder / 'whole'}"
         )
-    for name, expected in record["files"].items():
-        path = folder / "half" / name
-        found = path.stat().st_size if path.is_file() else 0
-        if found != expected:
-            return (
-                f"{path} has {found:,} bytes and was saved with {expected:,}; nothing "
-                "was loaded or changed"
-            )
-    return ""
+    fault = find_damage(folder / "half", record["files"])
+    return f"{fault}; nothing was loaded or changed" if fault else ""
 
 
 def to_universal(folder: Path) -> str:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
+from deepspeed_setup import RECORD
 from ranks import gather
 
 MODEL: dict[str, Any] = {"vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 2}
@@ -25,7 +26,6 @@ CONFIG: dict[str, Any] = {
 }
 BLOCK_SIZE = 64
 STEPS, SAVED_AT = 10, 5
-RECORD = "record.json"  # what was saved, and what an uninterrupted run goes on to
 
 
 def new_engine(stage: int, universal: bool = False) -> Any:
