@@ -73,7 +73,7 @@ def prepare(config: dict[str, Any]) -> torch.device:
     return device
 
 
-def save_whole(engine: Any, folder: Path, tag: str, **state: Any) -> None:
+def save_shards(engine: Any, folder: Path, tag: str, **state: Any) -> None:
     """Save beside the older checkpoints, then name this one; every rank calls this.
 
     By default rank 0 writes `latest` when it is done, even if others are not. The

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_setup import SETUP_OPTIONS, join, latest_tag, leave, prepare, save_whole
+from deepspeed_setup import SETUP_OPTIONS, join, latest_tag, leave, prepare, save_shards
 from pretrained import MODEL_OPTIONS, model_and_tokens
 from ranks import check, read_options, say, start_ranks
 from text import global_batch
@@ -47,7 +47,7 @@ def train_and_save(engine: Any, tokens: torch.Tensor, folder: Path | None) -> No
             engine.backward(loss)  # divides by the number of micro-batches
             engine.step()  # changes the weights after the last of them only
         if folder and engine.global_steps % SAVE_EVERY == 0:
-            save_whole(engine, folder, tag := f"step_{engine.global_steps}")
+            save_shards(engine, folder, tag := f"step_{engine.global_steps}")
             say(f"saved {tag}")
 
 

@@ -903,7 +903,7 @@ def test_two_hosts_on_one_machine_need_not_share_its_gpu(
 
 
 def saved_by_two(folder: Path, tag: str) -> Any:
-    """Save two small shards as `save_whole` does; return the engine that did."""
+    """Save two small shards as `save_shards` does; return the engine that did."""
 
     def write(path: Path, tag: str, **_: Any) -> None:
         (path / tag).mkdir()
@@ -915,7 +915,7 @@ def saved_by_two(folder: Path, tag: str) -> Any:
     setup = load_chapter(CHAPTER)["deepspeed_setup"]
     group = {"get_rank": lambda: 0, "get_world_size": lambda: 2, "barrier": mock.Mock()}
     with mock.patch.multiple(setup.dist, **group):
-        setup.save_whole(engine, folder, tag, epoch=3)
+        setup.save_shards(engine, folder, tag, epoch=3)
     return engine
 
 

@@ -651,7 +651,7 @@ except DistNetworkError as error:
     print(error)
 """
 
-# Three errors of DeepSpeed's and one of transformers', in one process for all.
+# Errors under DeepSpeed and one of transformers', in one process for all.
 UNDER_DEEPSPEED = """
 import os, sys
 import torch
@@ -684,6 +684,20 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 import torch.utils.cpp_extension
 torch.utils.cpp_extension.CUDA_HOME = None  # where it is not found
 show(builder.installed_cuda_version)
+bf16 = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}}
+for layer in (torch.nn.Conv2d(3, 4, 1), torch.nn.Linear(3, 4)):
+    inputs = torch.ones(4, 3, *layer.weight.shape[2:])
+    show(deepspeed.initialize(model=layer, config=bf16)[0], inputs)
+def engine_of(layer, stage):
+    plain = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+    adam = torch.optim.AdamW(p for p in layer.parameters() if p.requires_grad)
+    return deepspeed.initialize(model=layer, optimizer=adam, config=plain)[0]
+engine_of(torch.nn.Linear(3, 4), 2).save_checkpoint(sys.argv[1], "saved")
+show(engine_of(torch.nn.Linear(3, 4), 0).load_checkpoint, sys.argv[1], "saved")
+(less := torch.nn.Linear(3, 4)).weight.requires_grad = False
+show((half := engine_of(less, 2)).load_checkpoint, sys.argv[1], "saved")
+half.save_checkpoint(sys.argv[1], "half")
+show(engine_of(torch.nn.Linear(3, 4), 2).load_checkpoint, sys.argv[1], "half")
 scaler = DynamicLossScaler(2.0, 1000, 1.0, 1, False)
 scaler.update_scale(overflow=True)
 show(scaler.update_scale, True)

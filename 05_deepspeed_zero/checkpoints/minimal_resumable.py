@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from data import WindowDataset, load_text
-from deepspeed_setup import join, latest_tag, leave, prepare, save_whole
+from deepspeed_setup import join, latest_tag, leave, prepare, save_shards
 from model import GPT, GPTConfig
 
 EPOCHS, BATCH_SIZE, GLOBAL_BATCH_SIZE, FOLDER = 2, 16, 64, Path("saved/run")
@@ -52,7 +52,7 @@ def load_what_universal_lacks(model: Any, tag: str) -> None:
 
     file = FOLDER / tag / "mp_rank_00_model_states.pt"
     if file.exists():  # in stages 1 and 2
-        weights: Any = torch.load(file, weights_only=False)["module"]
+        weights: Any = torch.load(file, map_location="cpu")["module"]
     else:
         tag = tag.removesuffix("_universal")
         weights = get_fp32_state_dict_from_zero_checkpoint(FOLDER, tag)
@@ -99,7 +99,7 @@ def main() -> None:
         loss = held_out_loss(engine, test_set)
         if rank == 0:
             print(f"epoch {epoch} | validation loss {loss:.3f}", flush=True)
-        save_whole(engine, FOLDER, f"epoch_{epoch + 1}", epoch=epoch + 1)
+        save_shards(engine, FOLDER, f"epoch_{epoch + 1}", epoch=epoch + 1)
 
 
 if __name__ == "__main__":
