@@ -445,7 +445,9 @@ def test_finetuning_resumes_from_the_last_complete_checkpoint(
     run = functools.partial(zero_pools(2).run, world_size=2)
     assert run(finetune, str(whole)) == ["", ""]
     names = {path.name for path in whole.iterdir()}
-    assert names == {"model", "checkpoint-10", "checkpoint-12"}
+    assert names == {"model", "options.txt", "checkpoint-10", "checkpoint-12"}
+    words = (whole / "options.txt").read_text()
+    assert words == "--model=None --text=None --length=96"
     # As if all ranks had died in the second checkpoint.
     for step in (10, 12):
         folder = f"checkpoint-{step}"
@@ -493,7 +495,9 @@ def test_finetuning_resumes_from_the_last_complete_checkpoint(
             "--model /nowhere/at/all --text",
         ),
         ({"length": 4000}, "20000 tokens are too few: more text, or a smaller"),
-        ({"out": None}, " holds a run that has ended: choose another --out"),
+        ({"out": "model"}, " holds a run that has ended: choose another --out"),
+        ({"out": "options.txt"}, " holds a run of None None 96: choose another --out"),
+        ({"model": "9 positions"}, "9 positions has 9 positions: a smaller --length"),
     ],
 )
 def test_what_cannot_be_finetuned_is_refused_in_a_line(
@@ -505,8 +509,14 @@ def test_what_cannot_be_finetuned_is_refused_in_a_line(
     module: Any = load_chapter(ROOM)["finetune"]
     words = {"model": None, "text": None, "epochs": 1, "length": 64, "out": Path("/x")}
     if "out" in options:
-        (tmp_path / "model").mkdir()
+        (tmp_path / options["out"]).write_text("None None 96")
         options = {"out": tmp_path}
+    elif options.get("model") == "9 positions":
+        config = load_chapter(ROOM)["qwen"].small_config()
+        config.max_position_embeddings = 9
+        config.save_pretrained(folder := tmp_path / "9 positions")
+        write_tokenizer(folder)
+        options = {"model": str(folder), "text": ROOT / "README.md"}
     with pytest.raises(SystemExit) as error:
         module.main(Namespace(**words | options))
     line = f"{error.value}{capsys.readouterr().err}"

@@ -1001,8 +1001,7 @@ def test_calculator_reads_a_config_that_save_pretrained_wrote(
     fit = module("will_it_fit")
     module("sized_qwen").sized_config(WIDTH, LAYERS).save_pretrained(tmp_path)
     settings = dict(fit.Job._field_defaults) | {"offload": "all"}
-    words = {"model": str(tmp_path), "shape": "1.5B", "ranks": 2}
-    words["module"] = None
+    words = {"model": str(tmp_path), "shape": None, "module": None, "ranks": 2}
     fit.main(SimpleNamespace(**words, memory=80, **settings))
     printed = capsys.readouterr().out
     assert f"{sum(model_sizes()):,} parameters on 2 rank(s)" in printed
@@ -1085,7 +1084,7 @@ def test_what_is_no_model_of_one_s_own_is_refused_in_a_line(
         OWN_MODEL.format(trained=False) + "def head():\n    model, loss = build()\n"
         "    return model.requires_grad_(False), loss\n"
     )
-    settings = dict(fit.Job._field_defaults) | {"shape": "1.5B"}
+    settings = dict(fit.Job._field_defaults) | {"shape": None, "tokens": None}
     refused = {
         f"{own}:bild": "KeyError: 'bild'",
         f"{own}:build_less": "TypeError: cannot unpack",
@@ -1259,3 +1258,22 @@ def test_a_model_too_large_to_be_counted_is_named_before_it_is_made() -> None:
     ]
     assert "--width=65536 --layers=99 has 5,102,463,942,656 parameters" in said[0]
     assert "device:" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"shape": "7B", "module": "x.py:f"}, "give one of --module, --shape"),
+        ({"shape": "7B", "model": "x"}, "give one of --model, --shape"),
+        ({"tokens": 9, "module": "x.py:f"}, "--tokens is of --shape and --model"),
+    ],
+)
+def test_options_that_would_count_for_nothing_are_refused(
+    words: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit = module("will_it_fit")
+    settings = dict(fit.Job._field_defaults) | {"tokens": None, "ranks": 2}
+    nothing = {"shape": None, "model": None, "module": None, "memory": 80}
+    with pytest.raises(SystemExit):
+        fit.main(SimpleNamespace(**settings | nothing | words))
+    assert said in capsys.readouterr().err

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from deepspeed_setup import SETUP_OPTIONS, join, leave, prepare
@@ -70,21 +76,32 @@ def last_complete(folder: Path) -> str | None:
 def main(options: argparse.Namespace) -> None:
     """Train or resume, evaluate, and save the whole model."""
     disable_progress_bar()
-    tokens, tokenizer = read_tokens()[:20_000].tolist(), None
+    tokens, tokenizer, positions = read_tokens()[:20_000].tolist(), None, 1 << 20
     if bool(options.model) != bool(options.text):
         fail("--model and --text belong together")
     if options.model:
         try:
             tokenizer = AutoTokenizer.from_pretrained(options.model)
             tokens = tokenizer(options.text.read_text("utf-8"))["input_ids"]
+            config = AutoConfig.from_pretrained(options.model)
+            positions = getattr(config, "max_position_embeddings", positions)
         except Exception as error:  # whatever the tokenizer's class trips over
             fail(f"--model {options.model} --text {options.text}: {str(error)[:99]}")
+    if options.length > positions:
+        fail(f"--model {options.model} has {positions} positions: a smaller --length")
     if (options.out / "model").exists():
         fail(f"{options.out} holds a run that has ended: choose another --out")
+    # Another model or text would go on from the checkpoint of this one.
+    run = f"--model={options.model} --text={options.text} --length={options.length}"
+    note = options.out / "options.txt"
+    if note.exists() and (begun := note.read_text()) != run:
+        fail(f"{options.out} holds a run of {begun}: choose another --out")
     if len(blocks := blocks_of(tokens, options.length)) < 10:
         fail(f"{len(tokens)} tokens are too few: more text, or a smaller --length")
     prepare(CONFIG)
     join()
+    options.out.mkdir(parents=True, exist_ok=True)
+    note.write_text(run)  # all have read it, for they have joined
     arguments = arguments_for(options)  # before the model
     load = AutoModelForCausalLM.from_pretrained
     model = load(options.model, dtype="bfloat16") if options.model else small_model()

@@ -122,8 +122,14 @@ def breakdown(job: Job, world_size: int, memory: float) -> list[str]:
 
 def main(options: argparse.Namespace) -> None:
     """Work out the bytes of the model that was asked for, and print them."""
-    settings = {k: v for k, v in vars(options).items() if k in Job._fields}
-    name, job = SHAPES[options.shape][0], job_of_shape(options.shape, **settings)
+    given = {k: v for k, v in vars(options).items() if v is not None}
+    settings = {k: v for k, v in given.items() if k in Job._fields}
+    if len(models := given.keys() & {"shape", "model", "module"}) > 1:
+        fail(f"give one of --{', --'.join(sorted(models))}")
+    if options.module and options.tokens:
+        fail("--tokens is of --shape and --model: FUNCTION makes the inputs itself")
+    shape = options.shape or "1.5B"
+    name, job = SHAPES[shape][0], job_of_shape(shape, **settings)
     if options.module:
         try:
             name = options.module.rpartition(":")[2]
@@ -154,7 +160,8 @@ if __name__ == "__main__":
     options = {k: {"choices": v, "default": v[0]} for k, v in words.items()}
     for name in ("ranks", "memory", "tokens", "bucket", "micro_batches"):
         options[name] = {"type": number(1, 1 << 40), "default": amounts[name]}
-    options["shape"] = {"choices": SHAPES, "default": "1.5B"}
+    options["tokens"] |= {"default": None, "help": "at a time on a rank; else 2048"}
+    options["shape"] = {"choices": SHAPES, "help": "1.5B, if you give no model"}
     options["model"] = {"metavar": "PATH_OR_NAME", "help": "a checkpoint's config"}
     options["module"] = {"metavar": "FILE.py:FUNCTION", "help": "a model of your own"}
     main(read_options(**options))
