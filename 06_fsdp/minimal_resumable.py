@@ -6,6 +6,7 @@ Expect: a loss and a folder of shards for each epoch. The same command resumes f
 """
 
 import os
+import sys
 from math import cos, pi
 from pathlib import Path
 from typing import Any
@@ -42,23 +43,29 @@ def by_name(adam: dict[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
     return {**adam, "state": {names[i]: s for i, s in adam["state"].items()}}
 
 
-def resume(model: Any, optimizer: Any) -> int:
-    """Take up the newest whole one (.metadata is written last); return its epochs."""
+def newest() -> Path | None:
+    """Return the newest whole folder (.metadata is written last), else DDP's file."""
     whole = sorted(FOLDER.glob("*/.metadata"), key=lambda p: (len(str(p)), p))
     if whole:
+        return whole[-1].parent
+    return DDP_FILE if DDP_FILE.exists() else None
+
+
+def resume(path: Path, model: Any, optimizer: Any) -> int:
+    """Take up what `newest` has found, on any number of ranks; return its epochs."""
+    if path.is_dir():
         state, planner = state_of(model, optimizer, epoch=0), dcp.DefaultLoadPlanner()
-        dcp.load(state, checkpoint_id=whole[-1].parent, planner=planner)  # into shards
+        dcp.load(state, checkpoint_id=path, planner=planner)  # into shards
         saved: Any = planner.metadata  # to DCP, a file's other weights are no error
         left = saved.state_dict_metadata.keys() - planner.state_dict
         if more := [name[6:] for name in left if name.startswith("model.")]:
             raise RuntimeError(f"the model has no {min(more)}")
-    elif DDP_FILE.exists():
-        state = torch.load(DDP_FILE, map_location="cpu", mmap=True)  # on every rank
-        state["adam"] = by_name(state["adam"], model, optimizer)
     else:
-        return 0
-    options = states.StateDictOptions(full_state_dict=not whole)
+        state = torch.load(path, map_location="cpu", mmap=True)  # on every rank
+        state["adam"] = by_name(state["adam"], model, optimizer)
+    options = states.StateDictOptions(full_state_dict=path.is_file())
     states.set_model_state_dict(model, state["model"], options=options)
+    # With the weight decay and betas that were saved, and for a step the lr.
     states.set_optimizer_state_dict(model, optimizer, state["adam"], options=options)
     return state["epoch"]
 
@@ -81,17 +88,20 @@ def main() -> None:
     for module in (*model.blocks, model):  # the root last
         fully_shard(module, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    steps = EPOCHS * len(loader)
+    steps = EPOCHS * len(loader) or sys.exit("too few samples per rank")
     schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
+    first_epoch, path = 0, newest()
     try:
-        first_epoch = resume(model, optimizer)
-    except (dcp.CheckpointException, IndexError, KeyError, RuntimeError) as e:
-        raise SystemExit(f"move the checkpoint away: {str(e).splitlines()[-1]}") from e
+        if path:
+            first_epoch = resume(path, model, optimizer)
+    except (dcp.CheckpointException, LookupError, OSError, RuntimeError) as e:
+        raise SystemExit(f"move {path} away: {str(e).splitlines()[-1]}") from e
     schedule.last_epoch = first_epoch * len(loader)  # other ranks, other steps
     if dist.get_rank() == 0:
         print(f"{mesh.size()} ranks on {device}: {first_epoch} of {EPOCHS} epochs done")
     for epoch in range(first_epoch, EPOCHS):
         sampler.set_epoch(epoch)  # another order in each epoch
+        torch.manual_seed(epoch * mesh.size() + dist.get_rank())  # for dropout
         mean = torch.zeros((), device=device)
         for _, inputs, labels in loader:
             logits = model(inputs.to(device)).float()  # the loss in float32
@@ -105,6 +115,8 @@ def main() -> None:
         dist.all_reduce(mean, op=dist.ReduceOp.AVG)
         if dist.get_rank() == 0:
             print(f"epoch {epoch} | mean loss {mean.item():.4f}")
+        for buffer in model.buffers():  # of which DCP saves some ranks'
+            dist.broadcast(buffer, src=0)
         state = state_of(model, optimizer, epoch + 1)
         dcp.save(state, checkpoint_id=FOLDER / f"epoch_{epoch + 1:03}")
 

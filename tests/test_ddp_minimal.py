@@ -779,9 +779,69 @@ def test_another_model_s_shards_are_named_and_kept(
     assert len(ends) == 2
     for said, error in ends:
         assert said == ""
-        assert error.startswith("move the checkpoint away: ") and "\n" not in error
+        newest = "sharded/epoch_002" if saved_by == "dcp" else FILE
+        assert error.startswith(f"move {tmp_path / newest} away: ")
+        assert "\n" not in error
         assert re.search(cause, error), error
     assert [path.read_bytes() for path in files] == before
+
+
+def test_a_truncated_file_of_ddp_and_too_few_samples_end_in_a_line(
+    worker_pool: WorkerPool, ddp_runs: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    content = ddp_runs[1].read_bytes()
+    (tmp_path / FILE).write_bytes(content[: len(content) // 2])
+    ends = worker_pool.run(sharded, str(tmp_path), world_size=2)
+    begins = f"move {re.escape(str(tmp_path / FILE))} away: "
+    told = [bool(re.fullmatch(f"{begins}.+", error)) for _, error in ends]
+    assert told == [True, True], ends  # a dot matches no end of a line
+    assert [said for said, _ in ends] == ["", ""]
+    few = partial(sharded, samples=1)
+    ends = worker_pool.run(few, str(tmp_path / "few"), world_size=2)
+    assert ends == [("", "too few samples per rank")] * 2
+
+
+def with_statistics(folder: str) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Train a GPT with BatchNorm; return its buffers, and the seeds that were set."""
+    module: Any = load_chapter("06_fsdp")["minimal_resumable"]
+    noted: dict[str, torch.Tensor] = {}
+    state_of, seed = module.state_of, mock.Mock(side_effect=torch.manual_seed)
+
+    class OwnModel(module.GPT):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.norms = torch.nn.ModuleList(torch.nn.BatchNorm1d(1) for _ in "three")
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            values = inputs.float().reshape(-1, 1)
+            return super().forward(inputs) + sum(n(values).mean() for n in self.norms)
+
+    def note(model: Any, *rest: Any) -> dict[str, Any]:
+        noted.update({name: one.clone() for name, one in model.named_buffers()})
+        return state_of(model, *rest)
+
+    with (
+        mock.patch.multiple(module, GPT=OwnModel, state_of=note),
+        mock.patch.object(torch, "manual_seed", seed),
+    ):
+        assert sharded(folder, samples=96)[1] == ""
+    return noted, [call.args[0] for call in seed.mock_calls]
+
+
+def test_saved_statistics_are_rank_zero_s_and_ranks_draw_otherwise(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    # On two ranks DCP takes all buffers from one; on three a mean and its variance
+    # may come from two.
+    (expected, seeds), *others = worker_pool.run(
+        with_statistics, str(tmp_path), world_size=3
+    )
+    saved = whole_state(tmp_path, 2)["model"]
+    assert len(expected) == 5 * 3
+    for name, value in expected.items():
+        assert torch.equal(saved[name], value), name
+    drawn = [seeds, *(seeds for _, seeds in others)]
+    assert drawn == [[0, rank, 3 + rank] for rank in range(3)]
 
 
 def test_adam_s_numbers_get_the_names_of_its_own_groups() -> None:
@@ -814,7 +874,8 @@ def test_a_saved_block_that_the_model_lacks_is_named(
     shutil.rmtree(tmp_path / "sharded" / "epoch_002")
     ends = worker_pool.run(sharded, str(tmp_path), world_size=2)
     why = "the model has no blocks.1.attention_norm.bias"
-    assert ends == [("", f"move the checkpoint away: {why}")] * 2
+    newest = tmp_path / "sharded" / "epoch_001"
+    assert ends == [("", f"move {newest} away: {why}")] * 2
     ends = worker_pool.run(on_two_axes, str(tmp_path), world_size=2)
     said = f"move {tmp_path / 'sharded'} away: {why}"
     assert [(end.said, end.error) for end in ends] == [("", said)] * 2

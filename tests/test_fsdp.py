@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import resource
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,10 +19,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._functional_collectives import reduce_scatter_tensor_autograd
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -43,7 +49,7 @@ from launch import ROOT, clean_environment, torchrun
 from lessons import in_the_pool, run_lesson
 from scripts import load_chapter
 from tiny_gpt import write_text
-from worker_pool import WorkerPool
+from worker_pool import RankDied, WorkerPool
 
 CHAPTER, DDP = "06_fsdp", "03_ddp_torchrun"
 SETTINGS, CHECKPOINTS = f"{CHAPTER}/settings", f"{CHAPTER}/checkpoints"
@@ -1499,6 +1505,218 @@ def test_running_statistics_are_each_rank_s_and_one_rank_s_are_saved(
     assert [own for own, _ in ends] == [[1.0, 1.0], [2.0, 2.0]]
     (first, second) = [loaded for _, loaded in ends]
     assert first == second and first in ([1.0, 1.0], [2.0, 2.0])
+
+
+def statistics_of_three_norms(folder: str) -> list[float]:
+    """Save three norms whose statistics are all this rank's number; load them."""
+    norms = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(3)))
+    fully_shard(norms, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    for name, buffer in norms.named_buffers():
+        buffer.fill_(1 + dist.get_rank() if "running" in name else 0)
+    dcp.save(get_model_state_dict(norms), checkpoint_id=folder)
+    state: dict[str, Any] = get_model_state_dict(norms)
+    dcp.load(state, checkpoint_id=folder)
+    return [state[name].mean().item() for name in state if "running" in name]
+
+
+def test_saved_statistics_may_be_of_several_ranks(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    ends = worker_pool.run(statistics_of_three_norms, str(tmp_path), world_size=3)
+    assert ends[0] == ends[1] == ends[2] and len(ends[0]) == 6
+    assert set(ends[0]) <= {1.0, 2.0, 3.0} and len(set(ends[0])) > 1
+
+
+def new_head(strict: bool) -> tuple[str, list[float]]:
+    """Load a file that lacks the second layer; return what is said and its weight."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():  # as if it were what the memory held
+        parameter.data.fill_(77.0)
+    weights: Any = {"0.weight": torch.ones(2, 2)} if dist.get_rank() == 0 else {}
+    options = StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True, strict=strict
+    )
+    try:
+        said = str(set_model_state_dict(model, weights, options=options))
+    except RuntimeError as error:
+        said = str(error)
+    return said, model[1].weight.full_tensor().flatten().tolist()  # type: ignore
+
+
+def test_without_strict_a_layer_stays_undefined(
+    worker_pool: WorkerPool,
+) -> None:
+    first, second = worker_pool.run(new_head, False)
+    assert first == ("<All keys matched successfully>", [77.0, 77.0])
+    assert second[1] == [77.0, 77.0]
+    refused = worker_pool.run(new_head, True)
+    assert ["1.weight" in said for said, _ in refused] == [True] * 2, refused
+
+
+class Told(nn.Module):
+    """Notes the inputs that its forward gets."""
+
+    def __init__(self) -> None:
+        """Have a layer to shard, and nothing noted."""
+        super().__init__()
+        self.layer, self.seen = nn.Linear(2, 1), [0.0]
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Note the times of a batch; apply the layer to its features."""
+        self.seen = batch["time"].tolist()
+        return self.layer(batch["features"])
+
+
+def inputs_under_a_policy(cast: bool) -> list[float]:
+    """Return the times that forward sees of 999 and 1001, under a policy of bf16."""
+    model: Any = Told()
+    policy = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=cast)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    batch = {"features": torch.ones(2, 2), "time": torch.tensor([999.0, 1001.0])}
+    if not cast:
+        batch["features"] = batch["features"].bfloat16()
+    model(batch)
+    return model.seen
+
+
+@pytest.mark.parametrize(("cast", "seen"), [(True, [1000.0] * 2), (False, [999, 1001])])
+def test_a_policy_rounds_every_float_of_the_root_s_inputs(
+    worker_pool: WorkerPool, cast: bool, seen: list[float]
+) -> None:
+    assert worker_pool.run(inputs_under_a_policy, cast) == [seen] * 2
+
+
+def norm_under_a_policy(of_its_own: dict[str, Any] | None) -> str:
+    """Apply a convolution, BatchNorm and a convolution in bf16; return what is said."""
+    model: Any = nn.Sequential(
+        nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
+    )
+    mesh = init_device_mesh("cpu", (2,))
+    if of_its_own is not None:
+        policy = MixedPrecisionPolicy(torch.float32, **of_its_own)
+        fully_shard(model[1], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    try:
+        return str(model(torch.ones(2, 3, 2, 2)).dtype)
+    except RuntimeError as error:
+        return str(error)
+
+
+NORM_IN_BF16 = "expected scalar type BFloat16 but found Float"
+
+
+@pytest.mark.parametrize(
+    ("of_its_own", "said"),
+    [
+        (None, NORM_IN_BF16),
+        ({}, "Input type (float) and bias type (c10::BFloat16) should be the same"),
+        ({"output_dtype": torch.bfloat16}, "torch.bfloat16"),
+    ],
+)
+def test_batch_norm_under_bf16_takes_a_policy_of_its_own(
+    worker_pool: WorkerPool, of_its_own: dict[str, Any] | None, said: str
+) -> None:
+    assert worker_pool.run(norm_under_a_policy, of_its_own) == [said] * 2
+
+
+class Scaled(nn.Module):
+    """Holds one number, as a model that learns a temperature does."""
+
+    def __init__(self) -> None:
+        """Begin with 1."""
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+REFUSED = """\
+FSDP does not support non-contiguous parameters yet
+fully_shard doesn't support scalar parameters. Change scale to a 1D tensor
+Each distinct composable distributed API can only be applied to a module once.
+"""
+
+
+def modules_refused() -> list[str]:
+    """Give `fully_shard` three modules that it does not take."""
+    mesh, said = init_device_mesh("cpu", (2,)), []
+    fully_shard(twice := nn.Linear(2, 2), mesh=mesh)
+    last = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore
+    for module in (last, Scaled(), twice):
+        with pytest.raises((NotImplementedError, ValueError, AssertionError)) as error:
+            fully_shard(module, mesh=mesh)
+        said.append(str(error.value))
+    return said
+
+
+def test_fully_shard_refuses_in_these_words(worker_pool: WorkerPool) -> None:
+    (said, other), lines = worker_pool.run(modules_refused), REFUSED.splitlines()
+    assert said == other and len(said) == len(lines) == 3
+    for text, line in zip(said, lines, strict=True):
+        assert text.startswith(line)
+
+
+def saved_after_an_early_forward() -> None:
+    """Build the optimizer when the root is gathered, train, and save it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file
+    model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh)
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model(torch.ones(1, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    get_state_dict(model, optimizer)
+
+
+def test_saving_an_optimizer_of_freed_weights_kills_the_process(
+    worker_pool: WorkerPool,
+) -> None:
+    with pytest.raises(RankDied, match="died of signal SIGSEGV"):
+        worker_pool.run(saved_after_an_early_forward)
+
+
+def batches_tracked(checkpoints: bool) -> int:
+    """Take one step through a block with BatchNorm; return how many it has seen."""
+    block: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    norm = block[1]
+    block = checkpoint_wrapper(block) if checkpoints else block
+    fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
+    block(torch.randn(4, 2)).square().mean().backward()
+    return int(norm.num_batches_tracked)
+
+
+@pytest.mark.parametrize(("checkpoints", "seen"), [(True, 2), (False, 1)])
+def test_activation_checkpointing_moves_running_means_twice(
+    worker_pool: WorkerPool, checkpoints: bool, seen: int
+) -> None:
+    assert worker_pool.run(batches_tracked, checkpoints) == [seen] * 2
+
+
+def undefined_after_drawing() -> list[str]:
+    """Draw a transformer's shards as the lesson does; return what is undefined."""
+    lesson = load_chapter(DTENSOR)["meta_init"]
+    with torch.device("meta"):
+        model: Any = nn.TransformerEncoderLayer(8, 2, 16)
+        model.init_weights = mock.Mock()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    torch.use_deterministic_algorithms(True)  # new memory holds NaN
+    model.to_empty(device="cpu")
+    with lesson.DrawWhole():
+        lesson.draw_weights(model)
+    named = model.named_parameters()
+    return [name for name, p in named if p.full_tensor().isnan().any()]
+
+
+def test_attention_of_torch_is_not_drawn_by_reset_parameters(
+    worker_pool: WorkerPool,
+) -> None:
+    names = ["self_attn.in_proj_weight", "self_attn.in_proj_bias"]
+    assert worker_pool.run(undefined_after_drawing) == [names] * 2
 
 
 @pytest.mark.slow  # the page shows the same table, and its block is a test

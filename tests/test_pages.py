@@ -713,7 +713,7 @@ def unknown_name() -> str:
 
 
 @cache
-def six_mistakes() -> str:
+def mistakes_with_deepspeed() -> str:
     """Run UNDER_DEEPSPEED, once for all that quote it."""
     environment = clean_environment(DS_ACCELERATOR="cpu")
     with tempfile.TemporaryDirectory() as folder:
@@ -722,8 +722,8 @@ def six_mistakes() -> str:
 
 
 def under_deepspeed() -> str:
-    """Make six mistakes with DeepSpeed."""
-    return six_mistakes()
+    """Make mistakes with DeepSpeed."""
+    return mistakes_with_deepspeed()
 
 
 def killed_under_deepspeed() -> str:
