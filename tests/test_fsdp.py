@@ -1527,6 +1527,36 @@ def test_saved_statistics_may_be_of_several_ranks(
     assert set(ends[0]) <= {1.0, 2.0, 3.0} and len(set(ends[0])) > 1
 
 
+def loaded_from_a_damaged_file(folder: str, damage: str) -> list[float] | str:
+    """Save four numbers, damage the file, perhaps by a bit, and load them."""
+    saved = {"numbers": torch.tensor([1.0, 2.0, 3.0, 4.0])}
+    dcp.save(saved, checkpoint_id=folder)
+    (file,) = Path(folder).glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    first = content.find(saved["numbers"].numpy().tobytes())
+    content[first + 4 + 2] ^= 0x40  # of the mantissa
+    file.write_bytes(content[:first] if damage == "cut" else content)
+    if damage == "gone":
+        file.unlink()
+    state = {"numbers": torch.zeros(4)}
+    try:
+        dcp.load(state, checkpoint_id=folder)
+    except CheckpointException:
+        return "refused"
+    return state["numbers"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("damage", "loaded"),
+    [("flip", [1.0, 3.0, 3.0, 4.0]), ("cut", "refused"), ("gone", "refused")],
+)
+def test_dcp_loads_a_flipped_bit_without_a_word(
+    worker_pool: WorkerPool, tmp_path: Path, damage: str, loaded: list[float] | str
+) -> None:
+    call = (loaded_from_a_damaged_file, str(tmp_path), damage)
+    assert worker_pool.run(*call, world_size=1) == [loaded]
+
+
 def new_head(strict: bool) -> tuple[str, list[float]]:
     """Load a file that lacks the second layer; return what is said and its weight."""
     with torch.device("meta"):

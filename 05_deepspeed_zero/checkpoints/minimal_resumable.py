@@ -81,7 +81,8 @@ def main() -> None:
     half_turn = pi / (EPOCHS * steps)
     schedule: Any = LambdaLR(adam, lambda step: 0.5 + 0.5 * cos(half_turn * step))
     parts: Any = {"model": model, "optimizer": adam, "lr_scheduler": schedule}
-    engine, first_epoch = deepspeed.initialize(**parts, config=config)[0], 0
+    engine: Any = deepspeed.initialize(**parts, config=config)[0]
+    first_epoch = 0
     if tag:  # also schedule and optimizer: with the learning rate that was saved
         first_epoch = engine.load_checkpoint(FOLDER, tag)[1]["epoch"]
     used = steps * engine.gradient_accumulation_steps()  # micro-batches in an epoch
