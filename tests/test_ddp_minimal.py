@@ -7,8 +7,8 @@ import inspect
 import io
 import os
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -1591,7 +1591,7 @@ def test_zero_goes_on_with_another_number_of_ranks(
     (said, whole, _), _ = zero_pools(2).run(
         resumable_with_zero, str(tmp_path), stage, world_size=2
     )
-    to_universal(tmp_path / "saved")  # the shards of epoch_2 are in the way
+    to_universal(zero_pools, tmp_path / "saved")  # the shards of epoch_2 are in the way
     ((alone, moved, rates),) = zero_pools(1).run(
         resumable_with_zero, str(tmp_path), stage, world_size=1
     )
@@ -1605,14 +1605,24 @@ def test_zero_goes_on_with_another_number_of_ranks(
         assert (moved[name] - weight).abs().max() < ROUNDED
 
 
-def to_universal(saved: Path) -> None:
-    """Type the page's command, and let `latest` name what it has made."""
+def convert(words: list[str]) -> None:
+    """Run a module, with the words that follow it on its command line."""
+    module, *options = words
+    with (
+        mock.patch.object(sys, "argv", [module, *options]),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        runpy.run_module(module, run_name="__main__")
+
+
+def to_universal(pools: Pools, saved: Path) -> None:
+    """Give the page's command, and let `latest` name what it has made."""
     page = (ROOT / "05_deepspeed_zero/checkpoints/README.md").read_text()
-    (command,) = re.findall(r"\$ python (-m deepspeed.checkpoint[^|]*) 2>&1 \|", page)
+    (command,) = re.findall(r"\$ python -m (deepspeed.checkpoint[^|]*) 2>&1 \|", page)
     words = command.replace("\\\n", "").replace("saved/run", str(saved)).split()
     # More worker processes are worth their start for large models only.
     words += ["--num_extract_workers=1", "--num_merge_workers=1"]
-    subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    pools(1).run(convert, words, world_size=1)
     shutil.copy(saved / "latest_universal", saved / "latest")
     assert (saved / "latest").read_text() == "epoch_1_universal"
 
@@ -1636,7 +1646,7 @@ def test_own_model_keeps_its_running_means_and_its_frozen_weights(
     (then, resumed, _), _ = run(2, 4.0)  # as if it were drawn, and otherwise
     assert then.splitlines()[1] == said.splitlines()[2]
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
-    to_universal(tmp_path / "saved")
+    to_universal(zero_pools, tmp_path / "saved")
     ((_, moved, rates),) = run(1, 4.0)
     assert moved["frozen"] == 3.0 and rates == [pytest.approx(0, abs=1e-9)]
     # One rank takes twice as many micro-batches as each of two.
