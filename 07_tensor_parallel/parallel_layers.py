@@ -100,3 +100,16 @@ class RowParallelLinear(nn.Module):
             x = CopyToRanks.apply(x, self.group).chunk(n, -1)[rank]
         y = SumOverRanks.apply(F.linear(x, self.weight), self.group)
         return y if self.bias is None else y + self.bias  # once: after the sum
+
+
+def clip_sharded(sharded, whole, max_norm, group=None):
+    """Scale gradients by the norm of the whole model's; return it. All ranks call this.
+
+    `sharded` are parameters of which each rank has a part, `whole` the others, whose
+    gradients are equal on all ranks and count once. `clip_grad_norm_` would measure
+    this rank's parts, and scale by another factor on each rank.
+    """
+    squares = all_reduced(sum(p.grad.square().sum() for p in sharded), group)
+    norm = (squares + sum(p.grad.square().sum() for p in whole)).sqrt()
+    nn.utils.clip_grads_with_norm_([*sharded, *whole], max_norm, norm)
+    return norm

@@ -75,8 +75,11 @@ PLAN = {
 
 def split_over_ranks(model: GPT, mesh: DeviceMesh, *plans: dict[str, Any]) -> GPT:
     """Make all parameters DTensors: shards by the plans, else whole on every rank."""
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     for plan in plans:
         parallelize_module(model, mesh, plan)
+    for name in frozen:  # SequenceParallel makes new parameters
+        model.get_parameter(name).requires_grad_(False)
     if model.config.tied:  # of one matrix it has made two
         model.head.weight = model.token_embedding.weight
     distribute_module(model, mesh)

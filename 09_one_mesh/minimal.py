@@ -34,7 +34,8 @@ PLAN = {
     "token_embedding": tp.RowwiseParallel(input_layouts=WHOLE, output_layouts=TOKENS),
     "position_embedding": tp.RowwiseParallel(**POSITIONS),
     "blocks.*.*_norm": tp.SequenceParallel(),
-    # Besides, as both names match it: gather once for query, key and value.
+    # This norm has two styles, as two names match it. The second one gathers, once for
+    # query, key and value.
     "blocks.*.attention_norm": tp.PrepareModuleOutput(
         output_layouts=TOKENS, desired_output_layouts=WHOLE, use_local_output=False
     ),
@@ -50,7 +51,10 @@ PLAN = {
 
 def shard_twice(model: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Any:
     """Cut the matrices over "tensor", and shard what is left over "data"."""
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     tp.parallelize_module(model, mesh["tensor"], PLAN)
+    for name in frozen:  # SequenceParallel has made new parameters
+        model.get_parameter(name).requires_grad_(False)
     if model.config.tied:  # the plan has made two matrices of one
         model.head.weight = model.token_embedding.weight
     if plain := [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]:
@@ -86,15 +90,15 @@ def main() -> None:
     run: dict[str, Any] = {"epoch": 0}  # .metadata is the last file of a save
     if whole := sorted(FOLDER.glob("*/.metadata"), key=lambda p: (len(str(p)), p)):
         run["model"], run["adam"] = states.get_state_dict(model, adam)
-        planner = dcp.DefaultLoadPlanner()
+        newest, planner = whole[-1].parent, dcp.DefaultLoadPlanner()
         try:
-            dcp.load(run, checkpoint_id=whole[-1].parent, planner=planner)  # in shards
+            dcp.load(run, checkpoint_id=newest, planner=planner)  # in shards
         except dcp.CheckpointException as e:
-            raise SystemExit(f"move {FOLDER} away: {str(e).splitlines()[-1]}") from e
+            raise SystemExit(f"move {newest} away: {str(e).splitlines()[-1]}") from e
         saved: Any = planner.metadata  # to DCP, a file's other weights are no error
         left = saved.state_dict_metadata.keys() - planner.state_dict
         if more := [name[6:] for name in left if name.startswith("model.")]:
-            raise SystemExit(f"move {FOLDER} away: the model has no {min(more)}")
+            raise SystemExit(f"move {newest} away: the model has no {min(more)}")
         states.set_model_state_dict(model, run["model"])
         states.set_optimizer_state_dict(model, adam, run["adam"])
     schedule.last_epoch = run["epoch"] * len(loader)  # other ranks, other steps

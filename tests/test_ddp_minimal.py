@@ -877,7 +877,7 @@ def test_a_saved_block_that_the_model_lacks_is_named(
     newest = tmp_path / "sharded" / "epoch_001"
     assert ends == [("", f"move {newest} away: {why}")] * 2
     ends = worker_pool.run(on_two_axes, str(tmp_path), world_size=2)
-    said = f"move {tmp_path / 'sharded'} away: {why}"
+    said = f"move {newest} away: {why}"
     assert [(end.said, end.error) for end in ends] == [("", said)] * 2
     assert [path.name for path in (tmp_path / "sharded").iterdir()] == ["epoch_001"]
 
@@ -939,6 +939,22 @@ class TwoAxes(NamedTuple):
     units: list[tuple[str, list[int]]]
     dtypes: set[tuple[Any, Any]]
     warnings: int
+
+
+def trained_on_two_axes() -> list[str]:
+    """Freeze all but the head, cut the GPT on two axes, and name what trains."""
+    module: Any = load_chapter(MESH)["minimal"]
+    model = module.GPT(module.GPTConfig(**SMALL, tied=False))
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    names = ("data", "tensor")
+    mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+    module.shard_twice(model, mesh, MixedPrecisionPolicy())
+    return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def test_what_is_frozen_stays_frozen_on_two_axes(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(trained_on_two_axes) == [["head.weight"]] * 2
 
 
 def all_samples(dataset: Any, *place: int, drop_last: bool) -> Any:
@@ -1156,7 +1172,7 @@ def test_two_axes_refuse_another_model_and_ranks_that_do_not_divide(
     ends = worker_pool.run(wide, str(tmp_path), world_size=2)
     assert len(ends) == 2
     for end in ends:
-        assert re.fullmatch("move .*sharded away: .*Size mismatch .*", end.error)
+        assert re.fullmatch("move .*epoch_1000 away: .*Size mismatch .*", end.error)
     plain = worker_pool.run(on_two_axes, str(tmp_path), "a plain norm", world_size=2)
     said = "PLAN has no style for final_norm.weight"
     assert [end.error for end in plain] == [said] * 2

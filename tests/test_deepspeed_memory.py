@@ -1213,7 +1213,7 @@ def test_bad_input_is_one_line(
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     fit, count = module("will_it_fit"), module("memory_per_rank")
     settings = dict(fit.Job._field_defaults)
-    words = {"model": str(tmp_path), "shape": "1.5B", "module": None}
+    words = {"model": str(tmp_path), "shape": None, "module": None}
     t5 = tmp_path / "t5"
     t5.mkdir()
     (t5 / "config.json").write_text('{"model_type": "t5"}')

@@ -951,6 +951,139 @@ def test_optimizers_add_up_the_norms_partial_gradients(worker_pool: WorkerPool) 
         assert len(errors) == 3 and max(errors) < 1e-9
 
 
+def trained_when_split() -> list[list[str]]:
+    """Freeze all but the head; name what trains, split by the lesson or plans alone."""
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    plans = modules["sequence_parallel"].WAYS["+ sequence"][0]
+    for split in (
+        train.split_over_ranks,
+        lambda model, mesh, *plans: [parallelize_module(model, mesh, p) for p in plans],
+    ):
+        model = gpt_of(tied=False).requires_grad_(False)
+        model.head.requires_grad_(True)
+        split(model, mesh, *plans)
+        found.append([n for n, p in model.named_parameters() if p.requires_grad])
+    return found
+
+
+def test_what_is_frozen_stays_frozen_and_a_plan_alone_trains_norms(
+    worker_pool: WorkerPool,
+) -> None:
+    by_rank = worker_pool.run(trained_when_split)
+    assert len(by_rank) == 2
+    for ours, plan_alone in by_rank:
+        assert ours == ["head.weight"]
+        norms = {name for name in plan_alone if "norm" in name}
+        assert len(norms) > 5 and norms == set(plan_alone) - set(ours)
+
+
+def steps_with_clipping(is_right: bool) -> list[float]:
+    """Clip a split MLP and a whole norm, in three steps; compare with one process."""
+    layers = modules["parallel_layers"]
+    n, inputs = dist.get_world_size(), torch.linspace(-1, 1, 48).view(4, 12)
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12))
+    torch.manual_seed(0)
+    ours = nn.Sequential(
+        nn.LayerNorm(12),
+        columns := layers.ColumnParallelLinear(12, 24),
+        rows := layers.RowParallelLinear(24, 12),
+    )
+    sharded = [columns.weight, columns.bias, rows.weight]
+    whole = [*ours[0].parameters(), rows.bias]
+    assert len(sharded) + len(whole) == len(list(ours.parameters())) == 6
+    for model in (alone, ours):
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        for _ in range(3):
+            sgd.zero_grad()
+            model(inputs).square().mean().backward()
+            if is_right and model is ours:
+                layers.clip_sharded(sharded, whole, 0.1)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            sgd.step()
+    cut = {"1.weight": 0, "1.bias": 0, "2.weight": 1}
+    theirs = dict(alone.named_parameters())
+    apart = []
+    for name, p in ours.named_parameters():
+        q = theirs[name]
+        q = q.chunk(n, cut[name])[dist.get_rank()] if name in cut else q
+        apart.append((p - q).abs().max().item())
+    return apart
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("is_right", [True, False])
+def test_shards_are_clipped_by_the_norm_of_all(
+    worker_pool: WorkerPool, ranks: int, is_right: bool
+) -> None:
+    by_rank = worker_pool.run(steps_with_clipping, is_right, world_size=ranks)
+    assert [len(apart) for apart in by_rank] == [6] * ranks
+    most = max(max(apart) for apart in by_rank)
+    assert most < 1e-6 if is_right else most > 1e-3
+
+
+NO_STYLE = "ColwiseParallel currently only support nn.Linear and nn.Embedding!"
+
+
+class ThreeLinears(nn.Module):
+    """Computes what an `nn.MultiheadAttention` does, by layers that a plan can cut."""
+
+    def __init__(self, whole: nn.MultiheadAttention) -> None:
+        """Take over the weights."""
+        super().__init__()
+        width = whole.embed_dim
+        self.width = width // whole.num_heads
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(width, width) for _ in range(4)
+        )
+        weights, biases = whole.in_proj_weight.chunk(3), whole.in_proj_bias.chunk(3)
+        for i, layer in enumerate((self.query, self.key, self.value)):
+            layer.load_state_dict({"weight": weights[i], "bias": biases[i]})
+        self.out.load_state_dict(whole.out_proj.state_dict())
+
+    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
+        """Attend within each sample of (B, T, D), but not to what is `padded`."""
+        q, k, v = (
+            f(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
+            for f in (self.query, self.key, self.value)
+        )
+        seen = ~padded[:, None, None, :]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def attention_of_torch() -> tuple[str, float]:
+    """Cut nn.MultiheadAttention, then its three Linears; return text and distance."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    whole = nn.MultiheadAttention(8, 4, batch_first=True)
+    with pytest.raises(NotImplementedError) as refused:
+        parallelize_module(whole, mesh, ColwiseParallel())
+    x, padded = torch.randn(3, 5, 8), torch.zeros(3, 5, dtype=torch.bool)
+    padded[:, 4] = True
+    ours = ThreeLinears(whole)
+    plan = dict.fromkeys(("query", "key", "value"), ColwiseParallel())
+    parallelize_module(ours, mesh, {**plan, "out": RowwiseParallel()})
+    expected, _ = whole(x, x, x, key_padding_mask=padded)
+    expected.square().sum().backward()
+    found = ours(x, padded)
+    found.square().sum().backward()
+    weight: Any = ours.out.weight.grad
+    grads = weight.full_tensor() - whole.out_proj.weight.grad
+    return str(refused.value), max(
+        (found - expected).abs().max().item(), grads.abs().max().item()
+    )
+
+
+def test_attention_of_torch_has_no_style_and_its_three_linears_have(
+    worker_pool: WorkerPool,
+) -> None:
+    ends = worker_pool.run(attention_of_torch)
+    assert [said for said, _ in ends] == [NO_STYLE] * 2
+    assert [apart < 1e-5 for _, apart in ends] == [True, True], ends
+
+
 def masks_of_tokens(by_rank: bool) -> list[Tensor]:
     """Return this rank's mask of its tokens, and that of each rank."""
     script, mesh = modules["sequence_parallel"], init_device_mesh("cpu", (2,))

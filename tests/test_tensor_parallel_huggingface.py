@@ -202,6 +202,23 @@ def odd_tokens() -> None:
     lesson.compute_gradients(model, inputs_of("")["input_ids"][:, :31])
 
 
+def trained_when_split() -> list[str]:
+    """Freeze all but the head, split the model, and name what trains."""
+    ours, _ = modules()
+    model = build("qwen3", {})
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    ours.split_over_ranks(model, mesh, None)
+    return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def test_what_is_frozen_stays_frozen(worker_pool: WorkerPool) -> None:
+    trained = worker_pool.run(trained_when_split)
+    assert trained[0] == trained[1] and len(trained[0]) == 1, trained
+    assert trained[0][0] in ("lm_head.weight", "model.embed_tokens.weight")  # if tied
+
+
 def changed_plan(plan: dict[str, Any], change: str) -> dict[str, Any]:
     """Return the plan with one mistake in it."""
     whole = ColwiseParallel(output_layouts=Replicate())

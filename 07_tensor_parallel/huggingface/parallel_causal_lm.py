@@ -99,7 +99,10 @@ def split_over_ranks(model: Any, mesh: DeviceMesh, dtype: torch.dtype | None) ->
     """
     has_head_norms = hasattr(model.model.layers[0].self_attn, "q_norm")
     plan = PLAN | HEAD_NORMS if has_head_norms else PLAN
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     parallelize_module(model, mesh["tensor"], plan)
+    for name in frozen:  # SequenceParallel makes new parameters
+        model.get_parameter(name).requires_grad_(False)
     if model.config.tie_word_embeddings:  # of one matrix it has made two
         model.lm_head.weight = model.model.embed_tokens.weight
     # Each rank would compute a term of its gradient, and nobody add them up.
