@@ -1,6 +1,7 @@
 """Chapter 09: the comparison behind one_result.py, and that it finds what is wrong."""
 
 import contextlib
+import gc
 import inspect
 import json
 import math
@@ -376,6 +377,7 @@ def noting(noted: list[tuple[int, bool]]) -> Callable[..., Any]:
 def train_here(names: list[str]) -> dict[str, Any]:
     """Train in some ways on this rank, then once more, each broken in one place."""
     training, table = module("training"), module("table_of_ways")
+    gc.freeze()  # each run looks for garbage, and not in all that was imported
     tokens, runs, buckets = module("text").read_tokens(), {}, []
     with one_thread(FEW):
         for name in names:
