@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.data import DataLoader, DistributedSampler
 
 from data import WindowDataset, load_text
 from model import GPT, GPTConfig
 
+MICRO_BATCHES, MICRO_BATCH_SIZE = 8, 8  # at least as many as stages, all equal
 MAX_NORM = float("inf")  # 1.0 is usual; chapter 03's minimal.py does not clip
 
 
 class Part(nn.Module):
-    """The layers of one stage, under their names in the whole model."""
+    """Yours: the layers of one stage, under their names in the whole model."""
 
     def __init__(self, model: GPT, index: int, stages: int) -> None:
         """Keep some blocks; on the first stage the embeddings, on the last the head."""
@@ -37,55 +37,56 @@ class Part(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T) tokens or (B, T, D) activations to what the next stage takes."""
         if self.token_embedding and self.position_embedding:
-            places = torch.arange(x.shape[1], device=x.device)
-            x = self.token_embedding(x) + self.position_embedding(places)
+            x = self.token_embedding(x) + self.position_embedding.weight[: x.shape[1]]
         for block in self.blocks.values():
             x = block(x)
         return self.head(self.final_norm(x))
 
 
-def losses_of(run: Any, stage: Any, inputs: Tensor, labels: Tensor) -> list[Tensor]:
+def losses_of(run: Any, stage: Any, inputs: Any, labels: Any, **every: Any) -> list:
     """Call a schedule's step or eval; on the last stage, return all losses."""
     tokens = [inputs.to(stage.device)] if stage.is_first else []
     target = labels.to(stage.device) if stage.is_last else None
-    run(*tokens, target=target, losses=(losses := []), return_outputs=False)
+    run(*tokens, target=target, losses=(losses := []), return_outputs=False, **every)
     return losses
 
 
-def main() -> None:
+def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     """Train for one epoch, the stage of this rank's number on one device."""
     rank, stages = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)  # the same weights on all ranks
-    model = GPT(GPTConfig())
-    if stages > len(model.blocks):
+    model = GPT(GPTConfig())  # yours
+    if stages > len(model.blocks):  # yours
         raise SystemExit(f"{len(model.blocks)} block(s) cannot make {stages} stages")
+    parts: list[Any] = [Part(model, i, stages) for i in range(stages)]
+    part, last = parts[rank], stages - 1
     device = torch.device("cpu")  # unless each local rank can have a GPU of its own
     if torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         device = torch.accelerator.current_accelerator() or device
     dist.init_process_group(dist.get_default_backend_for_device(device))
-    part, last = Part(model, rank, stages).to(device), stages - 1
     torch.manual_seed(rank)  # dropout: other masks on each stage
     ends = dist.new_group(sorted({0, last}))  # every rank calls this
-    stage = PipelineStage(part, rank, stages, device)
+    stage = PipelineStage(part.to(device), rank, stages, device)
     pipeline = Schedule1F1B(
         stage,
-        n_microbatches=8,  # equal ones, at least as many as stages
-        loss_fn=lambda out, labels: cross_entropy(out.flatten(0, 1), labels.flatten()),
-    )  # it also divides the gradients by 8
-    optimizer = torch.optim.AdamW(part.parameters(), lr=2e-3)  # this stage's
-    train_set, test_set = (WindowDataset(t, 128, 1024) for t in load_text(None, 128))
-    sampler = DistributedSampler(train_set, num_replicas=1, rank=0)  # the same on all
-    loader = DataLoader(train_set, batch_size=64, sampler=sampler, drop_last=True)
-    twin = part.head.weight if model.config.tied and rank == last > 0 else None
-    counted: Any = [p for p in part.parameters() if p.requires_grad and p is not twin]
-    for step, (_, inputs, labels) in enumerate(loader, start=1):
+        MICRO_BATCHES,  # it also divides the gradients by this; the loss is yours:
+        loss_fn=lambda y, t: nn.functional.cross_entropy(y.flatten(0, 1), t.flatten()),
+    )
+    optimizer = (optimizer_of or torch.optim.AdamW)(part.parameters(), lr=2e-3)
+    train, test = (WindowDataset(t, 128, 1024) for t in load_text(None, 128))  # yours
+    batch_size = MICRO_BATCHES * MICRO_BATCH_SIZE
+    sampler = DistributedSampler(train, num_replicas=1, rank=0)  # the same on all
+    loader = DataLoader(train, batch_size, sampler=sampler, drop_last=True)
+    tied = {*parts[0].parameters()} & {*parts[last].parameters()}
+    own = [p for p in part.parameters() if p.requires_grad and not (rank and p in tied)]
+    for step, (_, inputs, labels) in enumerate(loader, start=1):  # yours
         losses = losses_of(pipeline.step, stage, inputs, labels)
-        if model.config.tied and rank in (0, last):  # one matrix: both need the sum
-            tied = (part.token_embedding or part.head).weight
-            dist.all_reduce(tied.grad, group=ends)
-        # clip_grad_norm_ would take the norm of this stage alone, and the twin twice.
-        squares = get_total_norm([p.grad for p in counted]).double().square()
+        for p in model.parameters():
+            if p in tied and p.grad is not None:  # both ends need the sum
+                dist.all_reduce(p.grad, group=ends)
+        # clip_grad_norm_ would take this stage's norm alone, and what is tied twice.
+        squares = get_total_norm([p.grad for p in own]).double().square()
         dist.all_reduce(squares)
         clip_grads_with_norm_(part.parameters(), MAX_NORM, squares.sqrt())
         optimizer.step()
@@ -94,15 +95,14 @@ def main() -> None:
             print(f"step {step:2} | loss {torch.stack(losses).mean().item():.3f}")
     part.eval()
     with torch.no_grad():
-        _, inputs, labels = next(iter(DataLoader(test_set, batch_size=64)))
+        _, inputs, labels = next(iter(DataLoader(test, batch_size)))  # yours
         losses = losses_of(pipeline.eval, stage, inputs, labels)
     if rank == last:
         print(f"held out | loss {torch.stack(losses).mean().item():.3f}")
     weights = {name: value.cpu() for name, value in part.state_dict().items()}
-    parts = [{}] * stages if rank == 0 else None
-    dist.gather_object(weights, parts)
-    if parts:
-        torch.save({name: part[name] for part in parts for name in part}, "model.pt")
+    dist.gather_object(weights, saved := [{}] * stages if rank == 0 else None)
+    if saved:
+        torch.save({name: one[name] for one in saved for name in one}, file)
 
 
 if __name__ == "__main__":

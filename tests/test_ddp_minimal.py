@@ -1253,12 +1253,14 @@ FAULTS: dict[str, tuple[str, Any]] = {
 MAX_NORM = 0.5  # the first steps' norms are larger
 
 
-def clipping(optimizer: Any, parameters: Any) -> torch.optim.Optimizer:
+def clipping(
+    optimizer: Any, parameters: Any, max_norm: float = MAX_NORM
+) -> torch.optim.Optimizer:
     """Make an optimizer that clips before each step, as one process does."""
     parameters = list(parameters)
     made = optimizer(parameters)
     made.register_step_pre_hook(
-        lambda *_: torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM) and None
+        lambda *_: torch.nn.utils.clip_grad_norm_(parameters, max_norm) and None
     )
     return made
 
@@ -1327,6 +1329,119 @@ def test_stages_train_as_one_process(
     # The last stage prints, the first one saves.
     assert [said for _, _, said, _ in ends] == [""] * (stages - 1) + [said_alone]
     assert [names for *_, names in ends[1:]] == [[]] * (stages - 1)
+
+
+@pytest.mark.parametrize("micro_batches", [4, 16])
+def test_a_batch_is_so_many_micro_batches(
+    worker_pool: WorkerPool, micro_batches: int
+) -> None:
+    ends = worker_pool.run(cut_into, micro_batches)
+    # A batch of 64, as in one process, whatever it is cut into.
+    assert ends[0][0] < 1e-5 and ends[0][1] == ends[1][2]
+
+
+def cut_into(micro_batches: int) -> tuple[float, str, str]:
+    """Train with other micro-batches, of which a batch of 64 is made."""
+    module: Any = load_chapter(PIPELINE)["minimal"]
+    with (
+        mock.patch.object(module, "MICRO_BATCHES", micro_batches),
+        mock.patch.object(module, "MICRO_BATCH_SIZE", 64 // micro_batches),
+    ):
+        return in_stages({"layers": 2}, "SGD")[:3]
+
+
+class OwnModel(torch.nn.Module):
+    """Nothing like the GPT: it scores the next byte by the byte alone."""
+
+    def __init__(self, *_: Any) -> None:
+        """Tie the second layer to the last but one."""
+        super().__init__()
+        linear = partial(torch.nn.Linear, bias=False)
+        self.look_up, self.scale = linear(256, 16), linear(16, 16)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+        self.scale_back, self.score = linear(16, 16), linear(16, 256)
+        self.scale_back.weight = self.scale.weight
+
+    def layers(self) -> dict[str, torch.nn.Module]:
+        """Return all layers in their order, by name."""
+        middle = {f"blocks.{i}": block for i, block in enumerate(self.blocks)}
+        ends = {"scale_back": self.scale_back, "score": self.score}
+        return {"look_up": self.look_up, "scale": self.scale, **middle, **ends}
+
+    def forward(
+        self, inputs: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return scores, or the mean loss."""
+        x = torch.nn.functional.one_hot(inputs, 256).float()
+        for layer in self.layers().values():
+            x = layer(x)
+        if labels is None:
+            return x
+        return torch.nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+
+
+class OwnPart(torch.nn.Module):
+    """A stage of it: a third of the layers; its names are of its own."""
+
+    def __init__(self, model: OwnModel, index: int, stages: int) -> None:
+        """Keep some layers."""
+        super().__init__()
+        self.is_first, layers = index == 0, list(model.layers().items())
+        for i in torch.arange(len(layers)).tensor_split(stages)[index].tolist():
+            name, layer = layers[i]
+            self.add_module(name.replace(".", "_"), layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Take bytes, or what the stage before returns."""
+        if self.is_first:
+            x = torch.nn.functional.one_hot(x, 256).float()
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+def own_model_in_stages(max_norm: float) -> tuple[float, int]:
+    """Train another model by the same main; how far is it from one process's?"""
+    module, by = load_chapter(PIPELINE)["minimal"], partial(torch.optim.SGD, lr=0.5)
+    alone = load_chapter("03_ddp_torchrun")["one_process"]
+    with (
+        mock.patch.object(
+            torch.optim, "AdamW", lambda p, lr: clipping(by, p, max_norm)
+        ),
+        mock.patch.object(alone, "GPT", OwnModel),
+    ):
+        due, _ = train("one_process")
+    with (
+        mock.patch.object(torch.optim, "AdamW", lambda p, lr: by(p)),
+        mock.patch.object(module, "GPT", OwnModel),
+        mock.patch.object(module, "Part", OwnPart),
+        mock.patch.object(module, "MAX_NORM", max_norm),
+    ):
+        found, _ = train("minimal", chapter=PIPELINE)
+    due = {name.replace("blocks.", "blocks_"): value for name, value in due.items()}
+    far = [(value - due[name]).abs().max().item() for name, value in found.items()]
+    return max(far, default=0.0), len(far)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_stages_train_another_model_in_place_of_the_gpt(
+    worker_pool: WorkerPool, stages: int
+) -> None:
+    (far, seen), *others = worker_pool.run(own_model_in_stages, 0.05, world_size=stages)
+    assert far < 1e-6 and seen == 4 + 2 * 3
+    assert others == [(0.0, 0)] * (stages - 1)
+
+
+def test_what_a_model_of_your_own_replaces_is_marked() -> None:
+    text = (ROOT / PIPELINE / "minimal.py").read_text()
+    _, main = text.split("def main(")
+    lines = main.splitlines()
+    gpts = re.compile(
+        r"GPT|blocks\b|WindowDataset|cross_entropy|_, inputs|embed|head\b"
+    )
+    named = [i for i, line in enumerate(lines) if gpts.search(line)]
+    marked = [i for i in named if "yours" in lines[i] + lines[i - 1]]
+    assert named == marked and len(named) == 7
 
 
 def test_held_out_text_is_read_without_dropout(worker_pool: WorkerPool) -> None:

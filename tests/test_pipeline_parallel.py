@@ -448,6 +448,150 @@ def test_norms_beyond_256_are_clipped_in_every_precision(
         assert gradient == pytest.approx(100 / whole, rel=1e-2)
 
 
+# --- What parts of one's own may take and return. ----------
+
+PADDING, WORDS = 0, 20
+
+
+class Reader(nn.Module):
+    """Classifies padded texts: an embedding, four layers that read the mask, a mean."""
+
+    def __init__(self) -> None:
+        """Build the same weights on every rank."""
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(WORDS, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 3)
+
+    def mix(self, layer: Any, x: Tensor, keep: Tensor) -> Tensor:
+        """Add to each place the mean over those places that are kept."""
+        weight = keep[..., None].to(x.dtype)
+        return x + layer((x * weight).sum(1, keepdim=True) / weight.sum(1)[:, None])
+
+    def pool(self, x: Tensor, keep: Tensor) -> Tensor:
+        """Return the scores of the mean over places that are kept."""
+        weight = keep[..., None].to(x.dtype)
+        return self.head((x * weight).sum(1) / weight.sum(1))
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Map (B, T) words to (B, 3) scores, as one process."""
+        x, keep = self.embedding(words), words != PADDING
+        for layer in self.layers:
+            x = self.mix(layer, x, keep)
+        return self.pool(x, keep)
+
+
+class ReaderPart(nn.Module):
+    """A stage of it that gets the mask as a keyword, or from the stage before."""
+
+    def __init__(self, model: Reader, index: int, stages: int, way: str) -> None:
+        """Keep some layers."""
+        super().__init__()
+        self.model = [model]  # no submodule
+        own = torch.arange(4).tensor_split(stages)[index].tolist()
+        self.layers = nn.ModuleDict({str(i): model.layers[i] for i in own})
+        self.embedding = model.embedding if index == 0 else None
+        self.head = model.head if index == stages - 1 else None
+        self.way = way
+
+    def forward(
+        self, x: Tensor, told: Tensor | None = None, keep: Tensor | None = None
+    ) -> Any:
+        """Take words or activations, perhaps with the mask; return the same."""
+        if self.embedding:
+            keep, x = x != PADDING if keep is None else keep, self.embedding(x)
+        keep = told != 0 if told is not None else keep
+        assert keep is not None
+        for layer in self.layers.values():
+            x = self.model[0].mix(layer, x, keep)
+        if self.head:
+            return self.model[0].pool(x, keep)
+        if self.way == "keyword":
+            return x
+        return x, keep.to(getattr(torch, self.way))
+
+
+def padded(seed: int) -> tuple[Tensor, Tensor]:
+    """Draw 8 texts of at most 6 words, and their classes."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(1, WORDS, (8, 6), generator=generator)
+    ends = torch.randint(1, 7, (8, 1), generator=generator)
+    words[torch.arange(6) >= ends] = PADDING
+    return words, words[:, 0] % 3
+
+
+def far_from_one_process(way: str) -> tuple[float, float, int]:
+    """Train a reader for three steps, then evaluate it; return how far it is.
+
+    The largest difference of a weight, that of the losses, and the parameters seen.
+    """
+    losses_of = script("minimal").losses_of
+    rank, stages = dist.get_rank(), dist.get_world_size()
+    alone, part = Reader(), ReaderPart(Reader(), rank, stages, way)
+    stage = PipelineStage(part, rank, stages, CPU)
+    pipeline = script("minimal").Schedule1F1B(
+        stage, 4, loss_fn=nn.functional.cross_entropy
+    )
+    adders = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (alone, part)]
+    off = 0.0
+    for seed in range(4):
+        words, classes = padded(seed)
+        loss = nn.functional.cross_entropy(alone(words), classes)
+        loss.backward()
+        run = pipeline.step if seed < 3 else pipeline.eval
+        more = {"keep": words != PADDING} if way == "keyword" else {}
+        with torch.set_grad_enabled(seed < 3):
+            losses = losses_of(run, stage, words, classes, **more)
+        if rank == stages - 1:
+            off = max(off, (torch.stack(losses).mean() - loss).abs().item())
+        for adder in adders if seed < 3 else []:
+            adder.step()
+            adder.zero_grad()
+    named = dict(alone.named_parameters())
+    far = [(p - named[name]).abs().max().item() for name, p in part.named_parameters()]
+    return max(far), off, len(far)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("way", ["keyword", "bool", "int64", "float32"])
+def test_parts_exchange_tuples_and_take_keywords(
+    worker_pool: WorkerPool, way: str, stages: int
+) -> None:
+    ends = worker_pool.run(far_from_one_process, way, world_size=stages)
+    assert (
+        max(far for far, _, _ in ends) < 1e-6 and max(off for _, off, _ in ends) < 1e-6
+    )
+    assert sum(seen for *_, seen in ends) == 1 + 2 * 4 + 2
+
+
+def predicted(samples: int) -> tuple[int, list[bool]]:
+    """Predict in four micro-batches: how many rows, and which are one process's."""
+    rank, stages = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(stages)]
+    x = torch.randn(samples, 4)
+    stage = PipelineStage(layers[rank], rank, stages, CPU)
+    pipeline = script("minimal").Schedule1F1B(stage, 4)
+    with torch.no_grad():
+        out = pipeline.eval(*[x][rank:])
+        right = nn.Sequential(*layers)(x)
+    if rank < stages - 1:
+        return 0, []
+    return len(out), [torch.allclose(*pair) for pair in zip(out, right, strict=False)]
+
+
+def test_predictions_of_a_batch_that_does_not_divide_have_rows_too_many(
+    worker_pool: WorkerPool,
+) -> None:
+    # Of 15 samples the last micro-batch has 3, and the message has room for 4.
+    for samples in (15, 16):
+        _, ended = worker_pool.run(predicted, samples)
+        assert ended == (16, [True] * samples)
+    page = " ".join((ROOT / CHAPTER / "README.md").read_text().split())
+    assert "15 samples in 4 micro-batches give 16 predictions" in page
+
+
 # --- The lessons, whole and broken. ----------
 
 
