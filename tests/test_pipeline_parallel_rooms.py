@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import Schedule1F1B
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -544,6 +546,112 @@ def test_tied_ends_diverge_without_a_sum(worker_pool: WorkerPool) -> None:
     for fault in ("no sum", "a millionth"):
         ends = worker_pool.run(tied_with, fault)
         assert [code for code, _ in ends] == [1, 1], fault
+
+
+# --- balance/: is a cut right? ----------
+
+
+def without_scaling(*call: Any, **settings: Any) -> Any:
+    """Make a schedule that adds up the micro-batches' gradients."""
+    return Schedule1F1B(*call, scale_grads=False, **settings)
+
+
+def only_of_the_world(tensor: torch.Tensor, group: Any = None) -> None:
+    """Leave the tied gradients, which two stages add up, as they are."""
+    if group is None:
+        real_all_reduce(tensor)
+
+
+real_all_reduce = dist.all_reduce
+
+
+class NoFinalNorm(script(BALANCE, "minimal").Part):
+    """Loses a layer."""
+
+    def __init__(self, *place: Any) -> None:
+        """Cut, and forget the norm before the head."""
+        super().__init__(*place)
+        self.final_norm = nn.Identity()
+
+
+def adam(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Step as minimal.py does by default."""
+    return torch.optim.AdamW(parameters, lr=2e-3)
+
+
+CUT_FAULTS: dict[str, tuple[str, str, Any]] = {
+    "": ("minimal", "MAX_NORM", 1e-3),  # is none here: the check does not clip
+    "gradients summed": ("minimal", "Schedule1F1B", without_scaling),
+    "tied gradients apart": ("minimal", "dist.all_reduce", only_of_the_world),
+    "a layer is lost": ("minimal", "Part", NoFinalNorm),
+    "hidden by Adam": ("check_minimal", "sgd", adam),
+}
+
+
+def end_of_cut(*faults: str) -> tuple[Any, str]:
+    """Be a rank of check_minimal.py with a smaller GPT and text."""
+    modules = [script(BALANCE, name) for name in ("minimal", "check_minimal")]
+    sizes = {"layers": 2, "width": 32, "heads": 2}
+    small_gpt = functools.partial(modules[0].GPTConfig, **sizes)
+    dataset = modules[0].WindowDataset
+
+    def two_batches(text: Any, block_size: int, samples: int) -> Any:
+        return dataset(text, block_size, 128)
+
+    said = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        local_size = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+        stack.enter_context(mock.patch.dict(os.environ, local_size))
+        stack.enter_context(mock.patch.object(dist, "init_process_group"))
+        stack.enter_context(contextlib.redirect_stderr(said))
+        small: list[tuple[Any, str, Any]] = [
+            *((module, "GPTConfig", small_gpt) for module in modules),
+            *((module, "WindowDataset", two_batches) for module in modules),
+        ]
+        for fault in ("", *faults):
+            name, place, by = CUT_FAULTS[fault]
+            *path, last = place.split(".")
+            target = functools.reduce(getattr, path, script(BALANCE, name))
+            small.append((target, last, by))
+        for target, name, by in small:
+            stack.enter_context(mock.patch.object(target, name, by))
+        try:
+            return 0, run_lesson(BALANCE, "check_minimal")
+        except SystemExit as end:
+            return end.code, said.getvalue()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_cut_is_compared_with_one_process(
+    worker_pool: WorkerPool, stages: int
+) -> None:
+    ends = worker_pool.run(end_of_cut, world_size=stages)
+    assert [status for status, _ in ends] == [0] * stages
+    claim = "check: 25 tensors, 25 of them trained, are one process's\n"
+    assert [said.endswith(claim) for _, said in ends] == [True] + [False] * (stages - 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (
+            "gradients summed",
+            r"token_embedding.weight differs: it moved [78]\.\d+ times",
+        ),
+        ("tied gradients apart", r"token_embedding.weight differs: it moved "),
+        ("a layer is lost", r"in one of the two only: \['final_norm.bias', "),
+    ],
+    ids=["gradients summed", "tied gradients apart", "a layer is lost"],
+)
+def test_a_wrong_cut_is_noticed(worker_pool: WorkerPool, fault: str, said: str) -> None:
+    ends = worker_pool.run(end_of_cut, fault)
+    assert [status for status, _ in ends] == [1, 1]
+    assert re.match(rf"check failed on ranks \[0, 1\], not so: {said}", ends[0][1])
+
+
+def test_adam_hides_gradients_eight_times_too_large(worker_pool: WorkerPool) -> None:
+    ends = worker_pool.run(end_of_cut, "hidden by Adam", "gradients summed")
+    assert [status for status, _ in ends] == [0, 0], ends[0][1]
 
 
 def balanced_with(fault: str) -> tuple[Any, str]:
