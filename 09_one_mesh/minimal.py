@@ -25,7 +25,7 @@ from data import WindowDataset, load_text
 from model import GPT, GPTConfig
 from ranks import leave
 
-EPOCHS, BATCH_SIZE, FOLDER = 2, 32, Path("sharded")
+EPOCHS, BATCH_SIZE, LENGTH, FOLDER = 2, 32, 128, Path("sharded")
 TENSOR = 2  # ranks that share matrices; divides heads, tokens, vocabulary, widths
 WHOLE, TOKENS = Replicate(), Shard(1)  # how (B, T, D) lies on these ranks
 POSITIONS = {"input_layouts": WHOLE, "output_layouts": Shard(0)}  # (T, D)
@@ -68,6 +68,8 @@ def main() -> None:
     """Join, build, cut twice, resume; train and save each epoch."""
     if int(os.environ["LOCAL_WORLD_SIZE"]) % TENSOR:
         raise SystemExit(f"each host needs a multiple of {TENSOR} ranks")
+    if LENGTH % TENSOR:  # gloo would abort in the forward pass
+        raise SystemExit(f"samples of {LENGTH} tokens: pad to a multiple of {TENSOR}")
     device = torch.device("cpu")  # unless each local rank can have a GPU of its own
     if torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
@@ -76,12 +78,13 @@ def main() -> None:
     shape = dist.get_world_size() // TENSOR, TENSOR  # the last axis: inside a host
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
     mesh._flatten("both")  # else clip_grad_norm_ warns, and all-reduces twice
-    train_set = WindowDataset(load_text(None, 128)[0], block_size=128, samples=512)
+    text, _ = load_text(None, LENGTH)
+    train_set = WindowDataset(text, block_size=LENGTH, samples=512)
     place = mesh.get_local_rank("data")  # ranks that share matrices share samples
     sampler = DistributedSampler(train_set, shape[0], place, drop_last=True)
     loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler)  # of a data rank
     torch.manual_seed(0)  # the same weights on all ranks
-    model: Any = GPT(GPTConfig()).to(device)
+    model: Any = GPT(GPTConfig(block_size=LENGTH)).to(device)
     dtype = None if device.type == "cpu" else torch.bfloat16
     shard_twice(model, mesh, MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32))
     adam = torch.optim.AdamW(model.parameters(), lr=2e-3)

@@ -1010,6 +1010,7 @@ MESH_FAULTS: dict[str, dict[str, Any]] = {
     "the order of samples": {"DistributedSampler.set_epoch": lambda self, epoch: None},
     BF16: {"MixedPrecisionPolicy": lambda param_dtype, **more: POLICY},
     "a plain norm": {"tp.parallelize_module": with_a_plain_norm},
+    "an odd length": {"LENGTH": 127},
     LARGE: {
         "GPT": on_meta,
         "tp.parallelize_module": plan_and_wrap,
@@ -1176,6 +1177,9 @@ def test_two_axes_refuse_another_model_and_ranks_that_do_not_divide(
     plain = worker_pool.run(on_two_axes, str(tmp_path), "a plain norm", world_size=2)
     said = "PLAN has no style for final_norm.weight"
     assert [end.error for end in plain] == [said] * 2
+    odd = worker_pool.run(on_two_axes, str(tmp_path), "an odd length", world_size=2)
+    said = "samples of 127 tokens: pad to a multiple of 2"
+    assert [end.error for end in odd] == [said] * 2
     (alone,) = worker_pool.run(on_two_axes, str(tmp_path), world_size=1)
     assert alone.error == "each host needs a multiple of 2 ranks"
     kept = sorted(path.name for path in (tmp_path / "sharded").iterdir())
