@@ -1084,6 +1084,72 @@ def test_attention_of_torch_has_no_style_and_its_three_linears_have(
     assert [apart < 1e-5 for _, apart in ends] == [True, True], ends
 
 
+class TokenAndPosition(nn.Module):
+    """Adds a vector to the token of each position, and puts another one before all."""
+
+    def __init__(self, is_module: bool) -> None:
+        """Hold the positions in a layer, or as a parameter."""
+        super().__init__()
+        self.token, position = nn.Embedding(6, 8), nn.Embedding(5, 8)
+        self.position = position if is_module else nn.Parameter(position.weight.data)
+        self.class_token = nn.Embedding(1, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map (B, 5) to (B, 6, 8)."""
+        own = self.position
+        own = own(torch.arange(5)) if isinstance(own, nn.Embedding) else own
+        x = self.token(tokens) + own
+        first = self.class_token(torch.zeros(len(x), 1, dtype=torch.long))
+        return torch.cat([first, x], dim=1)
+
+
+def encoder() -> nn.TransformerEncoderLayer:
+    """Build a small one of torch."""
+    return nn.TransformerEncoderLayer(8, 4, 16, batch_first=True)
+
+
+def without_a_style() -> tuple[list[str], float]:
+    """Cut what a plan cannot; return what is said, and how far its cure is off."""
+    mesh, said = init_device_mesh("cpu", (2,)), []
+    x, tokens, rows = torch.ones(2, 5, 8), torch.arange(5)[None], train.EMBEDDING
+    out: dict[str, Any] = {"self_attn.out_proj": RowwiseParallel()}
+    for model, plan, inputs in (
+        (encoder(), out, x),
+        (encoder(), {}, x),
+        (TokenAndPosition(False), {"token": rows}, tokens),
+    ):
+        parallelize_module(model, mesh, plan)
+        if plan is not out:
+            train.distribute_module(model, mesh)
+        with pytest.raises(RuntimeError) as refused:
+            model(inputs)
+        said.append(str(refused.value))
+    torch.manual_seed(0)
+    alone, ours = TokenAndPosition(True), TokenAndPosition(True)
+    ours.load_state_dict(alone.state_dict())
+    parallelize_module(
+        ours, mesh, {"token": rows, "position": rows, "class_token": rows}
+    )
+    pairs = [(ours(tokens), alone(tokens))]
+    for end in pairs[0]:
+        end.square().sum().backward()
+    params: Any = zip(ours.parameters(), alone.parameters(), strict=True)
+    pairs += [(p.grad.full_tensor(), q.grad) for p, q in params]
+    assert len(pairs) == 4
+    return said, max((a - b).abs().max().item() for a, b in pairs)
+
+
+def test_what_has_no_style_meets_plain_tensors_until_it_is_a_module(
+    worker_pool: WorkerPool,
+) -> None:
+    ends = worker_pool.run(without_a_style)
+    assert [len(said) for said, _ in ends] == [3, 3]
+    for said, apart in ends:
+        assert all("got mixed torch.Tensor and DTensor" in text for text in said), said
+        assert said[2].startswith("aten.add.Tensor "), said[2]  # not the embedding
+        assert apart < 1e-6
+
+
 def masks_of_tokens(by_rank: bool) -> list[Tensor]:
     """Return this rank's mask of its tokens, and that of each rank."""
     script, mesh = modules["sequence_parallel"], init_device_mesh("cpu", (2,))
