@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from deepspeed_setup import SETUP_OPTIONS, join, latest_tag, leave, prepare, save_shards
 from pretrained import MODEL_OPTIONS, model_and_tokens
-from ranks import check, read_options, say, start_ranks
+from ranks import check, fail, read_options, say, start_ranks
 from text import global_batch
 
 STEPS, SAVE_EVERY, BLOCK_SIZE = 20, 10, 64
@@ -70,6 +70,8 @@ def main(options: argparse.Namespace) -> None:
     folder = options.checkpoints
     # What cannot be loaded is refused in one line, before the ranks meet.
     tag = latest_tag(folder)
+    if (folder / tag / "zero").is_dir():
+        fail(f"{folder / tag} is a universal checkpoint, which this file cannot resume")
     model, tokens = model_and_tokens(options, CONFIG, device, needed=20 * BLOCK_SIZE)
     held_out, tokens = tokens[: len(tokens) // 20], tokens[len(tokens) // 20 :]
     join()

@@ -810,7 +810,8 @@ def with_statistics(folder: str) -> tuple[dict[str, torch.Tensor], list[int]]:
     class OwnModel(module.GPT):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            self.norms = torch.nn.ModuleList(torch.nn.BatchNorm1d(1) for _ in "three")
+            norms = (torch.nn.BatchNorm1d(1) for _ in range(5))
+            self.norms = torch.nn.ModuleList(norms)
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             values = inputs.float().reshape(-1, 1)

@@ -1108,6 +1108,19 @@ def test_the_check_finds(
         assert re.search(words, claim), claim
 
 
+def test_the_recipe_refuses_a_universal_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe: Any = load_chapter(CHAPTER)["recipe"]
+    (tmp_path / "latest").write_text("made")
+    (tmp_path / "made/zero").mkdir(parents=True)
+    with pytest.raises(SystemExit) as end:
+        recipe.main(SimpleNamespace(checkpoints=tmp_path))
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1
+    assert f"{tmp_path / 'made'} is a universal checkpoint, which this" in said
+
+
 def test_latest_is_replaced_and_never_half_written(tmp_path: Path) -> None:
     latest, left = tmp_path / "latest", tmp_path / "step_20"
     latest.write_text("step_10")
