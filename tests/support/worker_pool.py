@@ -1,6 +1,6 @@
 """Run small functions on several gloo ranks without paying for an import each time.
 
-A `WorkerPool` keeps Python processes that have imported torch. `pool.run(function)`
+A `WorkerPool` keeps processes that have imported torch. `pool.run(function)`
 gives each of them a rank in a fresh process group and returns what the ranks return.
 
 The function must be importable: defined at the top level of a test file or of a
@@ -22,7 +22,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -30,9 +29,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from launch import clean_environment
 
@@ -51,6 +52,14 @@ CONSEQUENCES = (
     *("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting"),
     *("monitoredBarrier", "wait timeout", "Wait timeout"),
 )
+
+
+# All workers are forked from one process, which has imported these for them.
+FORKS = multiprocessing.get_context("forkserver")
+IMPORTED = ["torch.distributed.nn", "torch._dynamo", "deepspeed"]
+IMPORTED += ["transformers.models.qwen2.modeling_qwen2"]
+if sys.platform == "linux":  # elsewhere some libraries do not survive a fork
+    FORKS.set_forkserver_preload(IMPORTED)
 
 
 class RankFailure(Exception):
@@ -133,7 +142,7 @@ class WorkerPool:
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers, in the order of the ranks they are given."""
-        return [worker.process.pid for worker in self._workers]
+        return [worker.pid for worker in self._workers]
 
     def close(self) -> None:
         """End all workers and remove their files."""
@@ -229,23 +238,21 @@ class _Worker:
         self.pipe, theirs = multiprocessing.Pipe()
         self.is_busy = True
         self._log = log
-        with log.open("ab") as output, theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                # Nothing is ever written here: its end tells that the parent died.
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                env=clean_environment(),
-                # Its own process group, so that its children are killed with it.
-                start_new_session=True,
-            )
+        log.touch()
+        # For the process from which all workers are forked, when it starts, and so for
+        # them. DeepSpeed looks for an accelerator while it is imported.
+        environment = clean_environment(DS_ACCELERATOR="cpu")
+        with mock.patch.dict(os.environ, environment, clear=True):
+            forkserver.ensure_running()
+        with theirs:
+            self.process = FORKS.Process(target=serve, args=(theirs, log))
+            self.process.start()
+        self.pid: Any = self.process.pid
 
     @property
     def exit_code(self) -> int | None:
         """None while the process lives."""
-        return self.process.poll()
+        return self.process.exitcode
 
     def send(self, message: Job | None) -> None:
         # A worker that has just died is noticed when its reply is read.
@@ -264,7 +271,8 @@ class _Worker:
             ended = True
         if not ended:
             return None
-        return Reply("died", self.process.wait(), when=time.monotonic())
+        self.process.join()
+        return Reply("died", self.exit_code, when=time.monotonic())
 
     def wait_until_idle(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -289,7 +297,7 @@ class _Worker:
     def dump_stacks(self) -> None:
         """Make faulthandler write where every thread of the worker is."""
         before = self._log.stat().st_size
-        self.process.send_signal(signal.SIGUSR1)
+        os.kill(self.pid, signal.SIGUSR1)
         deadline = time.monotonic() + 2
         written = before
         # The writing takes a moment and has no end mark.
@@ -308,8 +316,9 @@ class _Worker:
     def kill(self) -> None:
         # The group is gone if the worker and all its children have ended.
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.kill()  # it may not yet have made its group
+        self.process.join()
         self.pipe.close()
 
 
@@ -383,22 +392,28 @@ def _labelled_output(workers: list[_Worker]) -> str:
 # What follows runs in the workers.
 
 
-def serve(pipe: Connection) -> None:
+def serve(pipe: Connection, log: Path) -> None:
     """Do one job after another until the parent kills this process or dies."""
-    os.set_inheritable(pipe.fileno(), False)
+    # Its own process group, so that its children are killed with it.
+    os.setsid()
     threading.Thread(target=_die_with_the_parent, daemon=True).start()
+    with log.open("ab") as output:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(output.fileno(), stream.fileno())
+            # Otherwise what a rank printed would be lost when it dies.
+            stream.reconfigure(line_buffering=True)  # pyright: ignore
     faulthandler.register(signal.SIGUSR1)
-    # Otherwise what a rank printed would be lost when it dies.
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # pyright: ignore
+    del os.environ["DS_ACCELERATOR"]
+    # What a job starts, it starts as its script would.
+    multiprocessing.set_start_method(None, force=True)
     # Ranks on one machine need no more, and a network's name service may fail.
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     # Imports make no garbage, and searches for it take a sixth of their time.
     gc.disable()
-    # Paid for here rather than in the time of the first job. And if a job imported it,
-    # it would keep that job's group as a default argument, for the jobs that follow.
+    # If a job imported it, it would keep that job's group as a default argument, for
+    # the jobs that follow.
     import torch.distributed.nn  # noqa: F401
 
     modules = 0
@@ -427,12 +442,13 @@ def serve(pipe: Connection) -> None:
 
 
 def _die_with_the_parent() -> None:
-    """Wait for the end of standard input, which is that of the parent.
+    """Wait for the end of the parent.
 
     A thread does it, for the main thread may be held in a collective.
     """
-    while os.read(0, 1):
-        pass
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os.killpg(0, signal.SIGKILL)
 
 
@@ -518,10 +534,3 @@ def forget_meshes() -> None:
     for one in gc.get_objects():
         if type(one).__name__ == "DeviceMesh":
             one._pg_registry.clear()
-
-
-if __name__ == "__main__":
-    # Under the name that the parent knows: classes are pickled by their module's.
-    import worker_pool
-
-    worker_pool.serve(Connection(int(sys.argv[1])))
