@@ -82,8 +82,7 @@ def save_shards(engine: Any, folder: Path, tag: str, **state: Any) -> None:
     Raises:
         ValueError: The newest checkpoint has this name, and would be gone meanwhile.
     """
-    latest = folder / "latest"
-    if latest.exists() and latest.read_text().strip() == tag:
+    if newest_tag(folder) == tag:
         raise ValueError(f"{folder / tag} is the newest checkpoint: choose another tag")
     if dist.get_rank() == 0:  # what a run that broke off, or of more ranks, has left
         shutil.rmtree(folder / tag, ignore_errors=True)
@@ -94,7 +93,13 @@ def save_shards(engine: Any, folder: Path, tag: str, **state: Any) -> None:
         record = {"ranks": dist.get_world_size(), "files": files}
         (folder / tag / RECORD).write_text(json.dumps(record))
         (folder / "latest.new").write_text(tag)
-        (folder / "latest.new").replace(latest)  # the new name, or the old
+        (folder / "latest.new").replace(folder / "latest")  # the new name, or the old
+
+
+def newest_tag(folder: Path) -> str:
+    """Return the name of the checkpoint that was saved last, '' if there is none."""
+    latest = folder / "latest"
+    return latest.read_text().strip() if latest.exists() else ""
 
 
 def latest_tag(folder: Path) -> str:
@@ -104,10 +109,8 @@ def latest_tag(folder: Path) -> str:
     size, or if another number of ranks has saved them. A universal checkpoint has no
     such shards: any number of ranks reads it.
     """
-    if not (folder / "latest").exists():
-        return ""
-    tag = (folder / "latest").read_text().strip()
-    if (folder / tag / "zero").is_dir():
+    tag = newest_tag(folder)
+    if not tag or (folder / tag / "zero").is_dir():
         return tag
     if not (folder / tag / RECORD).exists():
         ranks.fail(f"{folder / tag} was not saved whole; name another in latest")

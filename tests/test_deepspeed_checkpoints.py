@@ -37,13 +37,17 @@ def master_weights(engine: Any) -> dict[str, torch.Tensor]:
 def save_in_every_stage(folder: str) -> list[str]:
     """Save half-way, resume, and consolidate, in each stage; note what was saved."""
     script, said = load_chapter(ROOM)["save_and_resume"], []
-    save = script.save
+    save, train, losses = script.save_shards, script.train_steps, []
 
-    def save_and_note(engine: Any, path: Path) -> None:
-        save(engine, path)
+    def save_and_note(engine: Any, path: Path, tag: str, **state: Any) -> None:
+        save(engine, path, tag, **state)
         weights = master_weights(engine)
         if dist.get_rank() == 0:
             torch.save(weights, path / "weights.pt")
+
+    def train_and_note(*arguments: Any) -> list[float]:
+        losses.append(train(*arguments))
+        return losses[-1]
 
     # An engine of stage 3 replaces `torch.nn.functional.linear` for the rest of the
     # process. The other one rounds bf16 otherwise, so all shall use the same.
@@ -51,29 +55,41 @@ def save_in_every_stage(folder: str) -> list[str]:
         path = Path(folder, str(stage))
         path.mkdir(exist_ok=True)
         if dist.get_rank() == 0:
-            # As if three ranks had saved here before, and others had died doing so.
-            for name in ("half", "unfinished"):
-                (path / name).mkdir()
-                (path / name / "zero_pp_rank_2_mp_rank_00_optim_states.pt").touch()
+            # As if one of three ranks had died while they saved here.
+            (path / "half_1").mkdir()
+            (path / "half_1" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").touch()
         with (
-            mock.patch.object(script, "save", save_and_note),
+            mock.patch.object(script, "save_shards", save_and_note),
+            mock.patch.object(script, "train_steps", train_and_note),
             mock.patch.multiple(script, STEPS=STEPS, SAVED_AT=SAVED_AT),
         ):
             options = {"folder": path, "stage": stage}
             said.append(run_zero_lesson(ROOM, "save_and_resume", **options))
+        uninterrupted = losses[-2]
+        if dist.get_rank() == 0:
+            (path / "losses.json").write_text(json.dumps(uninterrupted))
     return said
 
 
-def break_off_another_save(folder: str) -> str:
-    """Save again to a folder that has a checkpoint, and fail before all is done."""
-    script = load_chapter(ROOM)["save_and_resume"]
-    train = mock.Mock(side_effect=[[], MemoryError("in mid-run")])
-    with mock.patch.object(script, "train_steps", train):
-        try:
+def save_again_twice(folder: str) -> list[str]:
+    """Save to a folder that has a checkpoint, and fail before, then after it is named.
+
+    Return what stood in `latest` after each of the two.
+    """
+    script, named = load_chapter(ROOM)["save_and_resume"], []
+    for breaks_off_early in (True, False):
+        ends: Any = [[], MemoryError("in mid-run")]
+        write = mock.Mock(side_effect=MemoryError("in mid-run"))
+        with (
+            mock.patch.object(script, "train_steps", mock.Mock(side_effect=ends)),
+            mock.patch.object(json, "dumps", write if breaks_off_early else json.dumps),
+            pytest.raises(MemoryError, match="in mid-run"),
+        ):
             run_zero_lesson(ROOM, "save_and_resume", folder=Path(folder), stage=1)
-        except MemoryError as error:
-            return str(error)
-    return "it went on"
+        dist.barrier()
+        named.append((Path(folder) / "latest").read_text())
+        dist.barrier()
+    return named
 
 
 def resume_in_every_stage(folder: str, tag: str) -> dict[str, str]:
@@ -84,8 +100,8 @@ def resume_in_every_stage(folder: str, tag: str) -> dict[str, str]:
     for saved, stage in itertools.product((1, 2, 3), repeat=2):
         path, is_universal = Path(folder, str(saved)), tag == "universal"
         if is_universal and stage == 1:
-            modules["resume_elsewhere"].to_universal(path)
-        record = json.loads((path / "half" / "record.json").read_text())
+            modules["resume_elsewhere"].to_universal(path, "half_1")
+        uninterrupted = json.loads((path / "losses.json").read_text())
         engine = modules["shards"].new_engine(stage, is_universal)
         try:
             engine.load_checkpoint(str(path), tag=tag)
@@ -93,7 +109,7 @@ def resume_in_every_stage(folder: str, tag: str) -> dict[str, str]:
             weights = master_weights(engine) if is_universal else noted
             changed = [n for n in noted if not torch.equal(weights[n], noted[n])]
             losses = modules["shards"].train_steps(engine, range(SAVED_AT, STEPS))
-            pairs = zip(losses, record["losses"], strict=True)
+            pairs = zip(losses, uninterrupted, strict=True)
             apart = max(abs(one - other) for one, other in pairs)
             limit = modules["resume_elsewhere"].LIMIT if is_universal else 0
             fits = len(noted) == 26 and not changed and apart <= limit
@@ -207,7 +223,7 @@ def what_loads_too_little(folder: str) -> dict[str, Any]:
         dist.barrier()
         whole: Any = get_fp32_state_dict_from_zero_checkpoint(str(path), tag="half")
         said["consolidated"][stage] = sorted(names - set(whole))
-        modules["resume_elsewhere"].to_universal(path)
+        modules["resume_elsewhere"].to_universal(path, "half")
         other = new_engine(stage, seed=1, is_universal=True)
         step(other)
         said[str(stage)] = loaded(other, path, "universal")
@@ -274,8 +290,8 @@ OTHER_RANKS = (
 @pytest.mark.parametrize(
     ("ranks", "tag", "says"),
     [
-        (2, "half", ""),
-        pytest.param(1, "half", OTHER_RANKS, marks=pytest.mark.slow),
+        (2, "half_1", ""),
+        pytest.param(1, "half_1", OTHER_RANKS, marks=pytest.mark.slow),
         pytest.param(1, "universal", "", marks=pytest.mark.slow),
         pytest.param(3, "universal", "", marks=pytest.mark.slow),
     ],
@@ -306,49 +322,18 @@ def test_an_older_checkpoint_stays_until_the_new_one_is_whole(
     shutil.copytree(shards[0] / "1", folder)
 
     def contents() -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in (folder / "half").iterdir()}
+        return {path.name: path.read_bytes() for path in (folder / "half_1").iterdir()}
 
     before = contents()
     assert len(before) == 4  # weights, two shards and the record
-    ended = zero_pools(2).run(break_off_another_save, str(folder), world_size=2)
-    assert ended == ["in mid-run"] * 2
+    named = zero_pools(2).run(save_again_twice, str(folder), world_size=2)
+    assert named == [["half_1", "half_2"]] * 2
     assert contents() == before
-    assert load_chapter(ROOM)["resume_elsewhere"].find_problem(folder, 1) == ""
-
-
-def test_shards_are_in_previous_between_the_two_renames(tmp_path: Path) -> None:
-    publish, rename = load_chapter(ROOM)["shards"].publish, Path.rename
-    for name in ("half", "unfinished"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "shard").write_text(name)
-
-    def fail_at_the_second(path: Path, to: Path) -> Path:
-        if path.name == "unfinished":
-            raise MemoryError
-        return rename(path, to)
-
-    with (
-        mock.patch.object(Path, "rename", fail_at_the_second),
-        pytest.raises(MemoryError),
-    ):
-        publish(tmp_path, {})
-    assert (tmp_path / "previous" / "shard").read_text() == "half"
-    problem = load_chapter(ROOM)["resume_elsewhere"].find_problem(tmp_path, 1)
-    assert problem == f"a save broke off: rename {tmp_path / 'previous'} to 'half'"
-    assert (tmp_path / "unfinished" / "shard").read_text() == "unfinished"
-    publish(tmp_path, {})
-    assert (tmp_path / "half" / "shard").read_text() == "unfinished"
-    assert (tmp_path / "latest").read_text() == "half"
-    assert not (tmp_path / "previous").exists()
-    # A job that ends before it has removed the older one is no obstacle to the next.
-    for name in ("previous", "unfinished"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "shard").write_text(name)
-    (tmp_path / "half" / "shard").write_text("half")
-    assert publish(tmp_path, {"stage": 1}) == {"shard": len("unfinished")}
-    assert (tmp_path / "half" / "shard").read_text() == "unfinished"
-    record = json.loads((tmp_path / "half" / "record.json").read_text())
-    assert record == {"stage": 1, "files": {"shard": len("unfinished")}}
+    find_problem = load_chapter(ROOM)["resume_elsewhere"].find_problem
+    assert find_problem(folder, 1) == ""
+    (folder / "half_2" / "record.json").unlink()
+    nothing = f"no checkpoint in {folder}; save_and_resume.py writes one"
+    assert find_problem(folder, 1) == nothing
 
 
 @pytest.mark.slow
@@ -360,10 +345,13 @@ def test_a_damaged_shard_is_named_and_a_move_that_fails_is_refused(
     shutil.copytree(shards[0] / "1", folder)
     assert [find_problem(folder, stage) for stage in (1, 2)] == ["", ""]
     assert find_problem(folder, 3) == (
-        f"the shards in {folder} are of stage 1, which stage 3 cannot read; the "
-        f"weights alone are in {folder / 'whole'}"
+        f"the shards in {folder / 'half_1'} are of stage 1 or 2, which stage 3 cannot "
+        f"read; the weights alone are in {folder / 'whole'}"
     )
-    shard = folder / "half" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    found = find_problem(shards[0] / "3", 2)
+    assert " are of stage 3, which stage 2 cannot read; " in found
+    assert find_problem(shards[0] / "3", 3) == ""
+    shard = folder / "half_1" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     os.truncate(shard, 1000)
     cut = re.escape(f"{shard} has 1,000 bytes and was saved with ")
     rest = r"2,5\d\d,\d\d\d; nothing was loaded or changed"

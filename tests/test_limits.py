@@ -681,17 +681,19 @@ def _(lesson: Any, _: str, off: float) -> bool:
 @limit("05/checkpoints/resume_elsewhere", "losses")
 def _(lesson: Any, _: str, off: float) -> bool:
     with tempfile.TemporaryDirectory() as name:
-        (folder := Path(name) / "half").mkdir()
-        record = {"ranks": 2, "stage": 1, "losses": [1.0, 1.0]}
-        (folder / lesson.RECORD).write_text(json.dumps(record))
+        (folder := Path(name) / "half_1").mkdir()
+        (folder / lesson.RECORD).write_text(json.dumps({"ranks": 2}))
+        (folder.parent / "latest").write_text(folder.name)
         options = Namespace(folder=Path(name), stage=1)
+        trained = mock.Mock()
+        trained.return_value.load_checkpoint.return_value = ("", {"stage": 1})
         return accepts(
             lesson,
             run=lambda: lesson.main(options),
             prepare=always(CPU),
             find_problem=always(""),
-            new_engine=mock.Mock(),
-            train_steps=always([1.0, 1 - 2e-2 * off]),
+            new_engine=trained,
+            train_steps=mock.Mock(side_effect=[[1.0] * 7, [1.0, 1 - 2e-2 * off]]),
         )
 
 

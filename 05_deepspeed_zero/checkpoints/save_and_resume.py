@@ -8,7 +8,7 @@ Expect: the shards' bytes; losses that are those of an uninterrupted run to the 
 import argparse
 import contextlib
 import io
-import shutil
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +16,27 @@ import torch
 import torch.distributed as dist
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
-from deepspeed_setup import SETUP_OPTIONS, join, leave, prepare
+from deepspeed_setup import (
+    RECORD,
+    SETUP_OPTIONS,
+    join,
+    leave,
+    newest_tag,
+    prepare,
+    save_shards,
+)
 from ranks import check, read_options, say, start_ranks
-from shards import CONFIG, SAVED_AT, STEPS, mean_loss, new_engine, publish, train_steps
+from shards import CONFIG, SAVED_AT, STEPS, mean_loss, new_engine, train_steps
 
 
-def save(engine: Any, folder: Path) -> None:
-    """Write this rank's shard; every rank must call this, or the others wait."""
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder / "unfinished", ignore_errors=True)
-    dist.barrier()
-    engine.save_checkpoint(str(folder), tag="unfinished", save_latest=False)
-
-
-def consolidate(folder: Path, config: Any) -> None:
+def consolidate(folder: Path, tag: str, config: Any) -> None:
     """Merge the shards into whole fp32 weights, and save them for transformers."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     # Both libraries report their progress here, line by line.
     quiet = io.StringIO()
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
-        weights: Any = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="half")
+        weights: Any = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag)
         model = Qwen2ForCausalLM(config)
         model.load_state_dict(weights)
         model.save_pretrained(folder / "whole")
@@ -48,18 +48,20 @@ def main(options: argparse.Namespace) -> None:
     join()
     engine = new_engine(stage)
     train_steps(engine, range(SAVED_AT))
-    save(engine, folder)
+    # Two names in turn: an older checkpoint stays until this one is whole.
+    tag = "half_2" if newest_tag(folder) == "half_1" else "half_1"
+    save_shards(engine, folder, tag, stage=stage)
     uninterrupted = train_steps(engine, range(SAVED_AT, STEPS))
     engine.destroy()
     if dist.get_rank() == 0:
-        record = {"ranks": dist.get_world_size(), "stage": stage}
-        for name, count in publish(folder, record | {"losses": uninterrupted}).items():
+        record = json.loads((folder / tag / RECORD).read_text())
+        for name, count in sorted(record["files"].items()):
             say(f"{count:9,} bytes in {name}")
-        consolidate(folder, engine.module.config)
+        consolidate(folder, tag, engine.module.config)
     dist.barrier()
 
     engine = new_engine(stage)
-    engine.load_checkpoint(str(folder), tag="half")
+    engine.load_checkpoint(str(folder), tag=tag)
     resumed = train_steps(engine, range(SAVED_AT, STEPS))
     engine.destroy()
     say("uninterrupted " + " ".join(f"{loss:.4f}" for loss in uninterrupted))

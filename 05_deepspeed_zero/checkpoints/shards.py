@@ -1,9 +1,6 @@
-"""An engine to save and to resume, and a folder whose checkpoint is always whole."""
+"""An engine to save and to resume, and the steps before and after."""
 
-import json
-import shutil
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +8,6 @@ import torch.distributed as dist
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
-from deepspeed_setup import RECORD
 from ranks import gather
 
 MODEL: dict[str, Any] = {"vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 2}
@@ -64,21 +60,3 @@ def train_steps(engine: Any, steps: range) -> list[float]:
 def mean_loss(model: Any, step: int) -> float:
     """Return the mean loss over all ranks of a step without taking it."""
     return statistics.fmean(gather(local_loss(model, step).item()))
-
-
-def publish(folder: Path, record: dict[str, Any]) -> dict[str, int]:
-    """Replace older shards by new ones, which are all written; return their bytes.
-
-    Until then the older ones stay; between the two renames they are in "previous".
-    """
-    new, current, old = (folder / n for n in ("unfinished", "half", "previous"))
-    files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
-    (new / RECORD).write_text(json.dumps(record | {"files": files}))
-    if current.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        current.rename(old)
-    new.rename(current)
-    # What DeepSpeed reads where it is told no tag.
-    (folder / "latest").write_text(current.name)
-    shutil.rmtree(old, ignore_errors=True)
-    return files
