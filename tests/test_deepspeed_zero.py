@@ -30,7 +30,7 @@ from lessons import in_the_pool
 from scripts import load_chapter
 from tiny_gpt import write_tokenizer
 from worker_pool import RankError, WorkerPool
-from zero_ranks import Pools
+from zero_ranks import Pools, run_zero_lesson
 
 CHAPTER = "05_deepspeed_zero"
 FOLDER = ROOT / CHAPTER
@@ -627,6 +627,26 @@ def test_the_stages_differ_only_in_docstring_and_config() -> None:
             settings["stage3_param_persistence_threshold"] = SMALL
         line = json.dumps(settings).replace(f"{SMALL}}}", f"{SMALL:_}}}")
         assert other == first.replace('{"stage": 0}', line)
+
+
+def run_all_stages(precision: str) -> list[str]:
+    """Run each stage's script for two steps; return what this rank says."""
+    options = {"steps": 2, "precision": precision}
+    # In this order: stage 3 replaces `torch.nn.functional.linear` for good.
+    scripts = [f"stage_{stage}" for stage in range(4)]
+    return [run_zero_lesson(CHAPTER, script, **options) for script in scripts]
+
+
+@pytest.mark.parametrize(("precision", "limit"), [("bf16", "2e-03"), ("fp32", "1e-04")])
+def test_two_steps_of_each_stage_are_one_process_s(
+    zero_pools: Pools, precision: str, limit: str
+) -> None:
+    said, silent = zero_pools(2).run(run_all_stages, precision)
+    assert silent == [""] * 4
+    losses = [re.findall(r"^step +\d+ .* ([\d.]+)$", text, re.M) for text in said]
+    assert [text.count("\ncheck: ") for text in said] == [3] * 4
+    assert [f"one process's (limit {limit})," in text for text in said] == [True] * 4
+    assert losses == [losses[0]] * 4 and len(losses[0]) == 2
 
 
 def count_on_a_rank(stage: int, ranks: int) -> int:
