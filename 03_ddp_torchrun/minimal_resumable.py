@@ -44,10 +44,12 @@ def validation_loss(model, dataset, device) -> float:
     """Return the mean loss over all samples, each counted once; every rank calls it."""
     total = torch.zeros((), device=device)
     shard = range(dist.get_rank(), len(dataset), dist.get_world_size())
+    training = [module for module in model.modules() if module.training]
     model.eval()
     for _, inputs, labels in DataLoader(Subset(dataset, shard), BATCH_SIZE):
         total += len(inputs) * model(inputs.to(device), labels.to(device))
-    model.train()
+    for module in training:  # a frozen part may have been in eval() before
+        module.training = True
     dist.all_reduce(total)
     return total.item() / len(dataset)
 
@@ -69,8 +71,7 @@ def main() -> None:
     model = GPT(GPTConfig()).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     steps = EPOCHS * (len(loader) // ACCUMULATE) or sys.exit("too few samples per rank")
-    schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
-    parts, first_epoch = {"model": model, "adam": optimizer, "schedule": schedule}, 0
+    parts, first_epoch = {"model": model, "adam": optimizer}, 0
     if os.path.exists(FILE):  # on every machine, so on a file system that they share
         saved = torch.load(FILE, map_location="cpu")  # Adam counts its steps there
         try:
@@ -80,7 +81,12 @@ def main() -> None:
         except (KeyError, RuntimeError, ValueError) as e:
             sys.exit(f"{FILE}: another model or optimizer: {str(e).splitlines()[-1]}")
         first_epoch = saved["epoch"]
-        schedule.last_epoch = first_epoch * steps // EPOCHS  # other ranks, other steps
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
+    schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
+    for _ in range(first_epoch * steps // EPOCHS):  # anew: other ranks, other steps
+        optimizer.step()  # as above; without it, schedules warn
+        schedule.step()
     dist.all_gather_object(seen := [0] * world_size, first_epoch)
     if len(set(seen)) > 1:
         sys.exit(f"{FILE} is not the same on all machines: it has seen {seen} epochs")
@@ -95,8 +101,9 @@ def main() -> None:
         dist.all_gather_object(seen, norm)
         if len(set(map(str, seen))) > 1:  # as text, for NaN is not equal to NaN
             sys.exit(f"epoch {epoch}: the ranks' weights differ; their norms: {seen}")
-        for buffer in model.buffers():  # BatchNorm's statistics, as rank 0 saves them
-            dist.broadcast(buffer, src=0)
+        for part in parts.values():  # BatchNorm's statistics, as rank 0 saves them
+            for buffer in getattr(part, "buffers", list)():  # optimizers have none
+                dist.broadcast(buffer, src=0)
         loss = validation_loss(model, test_set, device)
         if rank == 0:
             print(f"epoch {epoch} | validation loss {loss:.3f}", flush=True)

@@ -28,6 +28,7 @@ def validation_loss(model: Any, samples: WindowDataset, device: torch.device) ->
     """Return the mean loss over all samples, each counted once; every rank calls it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     total = torch.zeros(2, device=device)  # the sum of the losses, and their number
+    training = [module for module in model.modules() if module.training]
     model.eval()
     for start in range(0, len(samples), world_size * BATCH_SIZE):
         first = start + rank * BATCH_SIZE
@@ -37,7 +38,8 @@ def validation_loss(model: Any, samples: WindowDataset, device: torch.device) ->
         logits = model(inputs).float()
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         total += torch.stack([loss * len(mine), loss.new_tensor(len(mine))])
-    model.train()
+    for module in training:  # a frozen part may have been in eval() before
+        module.training = True
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 

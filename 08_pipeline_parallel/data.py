@@ -244,7 +244,7 @@ def evaluate(
     """Return the mean loss over all samples, each counted once; every rank calls it."""
     device = next(model.parameters()).device
     total = torch.zeros(2, device=device)  # the sum of the losses, how many they are
-    was_training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     shard = range(dist.get_rank(group), len(dataset), dist.get_world_size(group))
     for buffer in model.buffers():  # BatchNorm's statistics, as rank 0 saves them
@@ -253,7 +253,8 @@ def evaluate(
         inputs, labels = dataset.batch(shard[start : start + batch_size])
         loss = model(inputs.to(device), labels.to(device))
         total += torch.stack([loss * len(inputs), loss.new_tensor(len(inputs))])
-    model.train(was_training)
+    for module in training:  # a frozen part may have been in eval() before
+        module.training = True
     # The mean of the ranks' means would be another number: shards differ in size.
     dist.all_reduce(total, group=group)
     return (total[0] / total[1]).item()

@@ -255,7 +255,8 @@ def test_a_run_that_died_resumes_with_the_same_bits(
     ]
     assert half["epoch"] == 1 and resumed["epoch"] == expected["epoch"] == 2
     # A cosine: half of the highest rate after half of the steps, at the end nothing.
-    rates = [state["schedule"]["_last_lr"][0] for state in (half, resumed, expected)]
+    groups = [state["adam"]["param_groups"][0] for state in (half, resumed, expected)]
+    rates = [group["lr"] for group in groups]
     assert rates == pytest.approx([1e-3, 0, 0], abs=1e-9)
     assert said_first.splitlines()[1:] == epochs[: 1 + (dies_in == "save")]
     assert said_then.splitlines() == ["2 ranks on cpu: 1 of 2 epochs done", *epochs[1:]]
@@ -301,15 +302,86 @@ def test_epochs_on_two_ranks_are_those_of_one(
     assert torch.allclose(weights_of(together), weights_of(alone), atol=1e-5)
 
 
+def made(kind: str, optimizer: Any, steps: int) -> Any:
+    """Make a schedule of so many steps, as a reader may put it in place of ours."""
+    schedules = torch.optim.lr_scheduler
+    if kind == "StepLR":
+        return schedules.StepLR(optimizer, steps // 4)
+    if kind == "OneCycleLR":
+        return schedules.OneCycleLR(optimizer, 1.0, steps)
+    if kind == "CosineAnnealingLR":
+        return schedules.CosineAnnealingLR(optimizer, steps)
+    warmup = schedules.LinearLR(optimizer, 0.1, total_iters=steps // 4)
+    cosine = schedules.CosineAnnealingLR(optimizer, steps - steps // 4)
+    return schedules.SequentialLR(optimizer, [warmup, cosine], [steps // 4])
+
+
+def rates_of(optimizer: Any, schedule: Any, steps: int) -> list[float]:
+    """Take so many steps without gradients; return the rate of each."""
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def with_schedule(folder: str, kind: str, dies: bool) -> list[list[float]]:
+    """Run minimal_resumable.py there with it; return each epoch's learning rates.
+
+    Nothing is trained; if it dies, then in the second epoch.
+    """
+    module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
+    local_size, rates = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}, []
+    config, steps = partial(module.GPTConfig, **SMALL), 16 // int(*local_size.values())
+
+    def epoch(_: Any, optimizer: Any, schedule: Any, *rest: Any) -> None:
+        if dies and rates:
+            raise Died
+        rates.append(rates_of(optimizer, schedule, steps))
+
+    with (
+        mock.patch.dict(os.environ, local_size),
+        mock.patch.object(torch.distributed, "init_process_group"),
+        mock.patch.multiple(module, GPTConfig=config, FILE=Path(folder, FILE)),
+        mock.patch.object(module, "train_one_epoch", epoch),
+        mock.patch.object(module, "validation_loss", lambda *_: 0.0),
+        mock.patch.object(module, "LambdaLR", lambda o, _: made(kind, o, 2 * steps)),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.suppress(Died),
+    ):
+        module.main()
+    return rates
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "kind", ["StepLR", "OneCycleLR", "CosineAnnealingLR", "SequentialLR"]
+)
+def test_any_schedule_goes_on_where_it_was_on_other_ranks_too(
+    worker_pool: WorkerPool, tmp_path: Path, kind: str, ranks: int
+) -> None:
+    run = partial(worker_pool.run, with_schedule, str(tmp_path), kind)
+    first, _ = run(True, world_size=2)
+    resumed = run(False, world_size=ranks)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=2e-3)
+    steps = 32 // ranks  # one rank takes twice as many steps in an epoch
+    due = rates_of(optimizer, made(kind, optimizer, steps), steps)[steps // 2 :]
+    assert len(first) == 1 and len(first[0]) == 8 and len(set(due)) > 1
+    assert resumed == [[due]] * ranks
+
+
 def test_the_schedule_ends_with_the_run_on_other_ranks_too(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
     words = (str(tmp_path), 0.1, 16, "evaluate")
     (half, *_), _ = worker_pool.run(resumable, *words, world_size=2)
     ((ended, *_),) = worker_pool.run(resumable, str(tmp_path), world_size=1)
-    steps = [state["schedule"]["last_epoch"] for state in (half, ended)]
-    assert steps == [8, 32]  # one rank takes twice as many steps in an epoch
-    assert ended["schedule"]["_last_lr"] == pytest.approx([0], abs=1e-9)
+    adams = [state["adam"] for state in (half, ended)]
+    # One rank takes twice as many steps in an epoch.
+    assert [adam["state"][0]["step"] for adam in adams] == [8, 8 + 16]
+    rates = [adam["param_groups"][0]["lr"] for adam in adams]
+    assert rates == pytest.approx([1e-3, 0], abs=1e-9)
 
 
 def one_folder_each(folder: str) -> str:
@@ -531,6 +603,44 @@ def test_the_loss_that_is_printed_is_that_of_the_model_that_is_saved(
     assert printed == pytest.approx(model(inputs, labels).item(), abs=6e-4)
 
 
+# What a reader does who adds a running mean of the weights.
+WITH_A_MEAN = (
+    (
+        'parts, first_epoch = {"model": model, "adam": optimizer}, 0',
+        """mean = torch.optim.swa_utils.AveragedModel(model)
+    optimizer.register_step_post_hook(lambda *_: mean.update_parameters(model))
+    parts, first_epoch = {"model": model, "adam": optimizer, "mean": mean}, 0""",
+    ),
+    ("validation_loss(model,", "validation_loss(mean,"),
+)
+
+
+def train_with_a_mean(folder: str) -> str:
+    """Run minimal_resumable.py there with another module in `parts`."""
+    module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
+    source = inspect.getsource(module.main)
+    assert len(WITH_A_MEAN) == 2
+    for old, new in WITH_A_MEAN:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    with mock.patch.object(module, "main"):
+        exec(source, vars(module))
+        return end_with(folder, GPT=Normalised)
+
+
+def test_a_second_module_is_evaluated_as_it_is_saved(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    said, _ = worker_pool.run(train_with_a_mean, str(tmp_path), world_size=2)
+    printed = float(said.splitlines()[-1].rpartition(" ")[2])
+    module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
+    mean = torch.optim.swa_utils.AveragedModel(Normalised(None)).eval()
+    mean.load_state_dict(torch.load(tmp_path / FILE)["mean"])
+    held_out = module.WindowDataset(module.load_text(None, 128)[1], 128, 512)
+    _, inputs, labels = next(iter(torch.utils.data.DataLoader(held_out, 512)))
+    assert printed == pytest.approx(mean(inputs, labels).item(), abs=6e-4)
+
+
 def steps_of_an_epoch() -> tuple[float, int, list[Any]]:
     """Take two steps of two batches; return how far from one process's, and no_syncs.
 
@@ -592,6 +702,45 @@ def test_each_sample_counts_once_in_an_evaluation(worker_pool: WorkerPool) -> No
     assert len(by_rank) == 2
     for by_hand, evaluated in by_rank:
         assert evaluated == pytest.approx(by_hand, rel=1e-6)
+
+
+def modes_around(chapter: str, script: str, name: str) -> list[list[bool]]:
+    """Evaluate a model with a part that is frozen in eval(); return its modes.
+
+    They are those before and after.
+    """
+    module: Any = load_chapter(chapter)[script]
+    minimal: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
+    model = minimal.GPT(minimal.GPTConfig(**SMALL))
+    if chapter.startswith("06"):  # whose GPT returns logits
+        model = load_chapter(chapter)["model"].GPT(minimal.GPTConfig(**SMALL))
+    model.blocks.eval()
+    samples = minimal.WindowDataset(minimal.load_text(None, 128)[1], 128, 4)
+    modes = [[part.training for part in model.modules()]]
+    place = {"data": 2}.get(script, torch.device("cpu"))
+    if chapter.startswith("05"):
+        model.device, place = torch.device("cpu"), None
+    words = [model, samples] if place is None else [model, samples, place]
+    getattr(module, name)(*words)
+    return [*modes, [part.training for part in model.modules()]]
+
+
+@pytest.mark.parametrize(
+    ("chapter", "script", "name"),
+    [
+        ("03_ddp_torchrun", "minimal_resumable", "validation_loss"),
+        ("03_ddp_torchrun", "data", "evaluate"),
+        ("05_deepspeed_zero/checkpoints", "minimal_resumable", "held_out_loss"),
+        ("06_fsdp", "evaluate", "validation_loss"),
+    ],
+)
+def test_what_was_in_eval_is_so_after_an_evaluation(
+    worker_pool: WorkerPool, chapter: str, script: str, name: str
+) -> None:
+    by_rank = worker_pool.run(modes_around, chapter, script, name, world_size=2)
+    assert len(by_rank) == 2
+    for before, after in by_rank:
+        assert before == after and {*before} == {False, True}
 
 
 # --- Sharded: resumed from DCP's folders, or from the file of a run of DDP. ----------

@@ -37,11 +37,13 @@ def held_out_loss(engine: Any, dataset: Any) -> float:
     world_size, total = dist.get_world_size(), torch.zeros((), device=engine.device)
     # Equally many on all ranks, which in stage 3 gather weights for every batch.
     shard = range(dist.get_rank(), len(dataset) // world_size * world_size, world_size)
+    training = [module for module in engine.modules() if module.training]
     engine.eval()
     for _, inputs, labels in DataLoader(Subset(dataset, shard), BATCH_SIZE):
         loss = engine(inputs.to(engine.device), labels.to(engine.device))
         total += len(inputs) * loss / len(shard)
-    engine.train()
+    for module in training:  # a frozen part may have been in eval() before
+        module.training = True
     dist.all_reduce(total, op=dist.ReduceOp.AVG)
     return total.item()
 
