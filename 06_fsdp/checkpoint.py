@@ -412,8 +412,12 @@ def settle_buckets(
     order the ranks' values are added: with more than two ranks, the last bit of the
     sum. A run that resumes must not make a first step of its own.
     """
+    training = [module for module in ddp_model.modules() if module.training]
+    ddp_model.eval()  # BatchNorm must not learn from these, nor refuse a single one
     ddp_model(inputs, labels).backward()
     ddp_model.zero_grad()
+    for module in training:
+        module.training = True
 
 
 def log_folder(text: str) -> Path:

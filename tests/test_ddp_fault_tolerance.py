@@ -338,6 +338,38 @@ def test_without_the_global_batch_size_other_ranks_take_other_steps(
     assert errors == ["4 steps of 12 samples saw 80, 48 of them different"] * 3
 
 
+class Normalised(torch.nn.Module):
+    """BatchNorm, which refuses to learn from one value, and a part in eval()."""
+
+    def __init__(self) -> None:
+        """Begin alike on all ranks."""
+        super().__init__()
+        self.norm, self.frozen = torch.nn.BatchNorm1d(1), torch.nn.Dropout().eval()
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return a loss; both are (B, 1)."""
+        return (self.frozen(self.norm(inputs)) - labels).square().mean()
+
+
+def traces_of_settling() -> tuple[int, list[bool], list[Any]]:
+    """Let DDP arrange its buckets by one sample; return what that has changed.
+
+    It is BatchNorm's count of batches, all modes, and the gradients.
+    """
+    model = torch.nn.parallel.DistributedDataParallel(Normalised())
+    CHECKPOINT.settle_buckets(model, torch.ones(1, 1), torch.zeros(1, 1))
+    modes = [module.training for module in model.modules()]
+    gradients = [p.grad for p in model.parameters()]
+    return int(model.module.norm.num_batches_tracked), modes, gradients
+
+
+def test_arranging_buckets_leaves_no_trace_in_the_model(
+    worker_pool: WorkerPool,
+) -> None:
+    by_rank = worker_pool.run(traces_of_settling, world_size=2)
+    assert by_rank == [(0, [True, True, True, False], [None, None])] * 2
+
+
 def memory_of_start(path: Path) -> tuple[int, int]:
     """Return how many entries a rank holds before and after it has taken them over."""
     run, start = mock.Mock(), CHECKPOINT.Start(8, 4, path, content_of(path))
