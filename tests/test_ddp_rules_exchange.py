@@ -263,43 +263,63 @@ def test_unequal_micro_batches_need_weights(worker_pool: WorkerPool) -> None:
         assert (wrong - alone).abs().max() > 0.01
 
 
-def gradients_of_labels(kind: str) -> list[float]:
-    """Return how far from one process's gradient a mean loss is, and a counted one."""
+IGNORED = "ignore_index"
+
+
+def gradients_of_labels(kind: str, micro_batches: int) -> list[tuple[float, bool]]:
+    """Return how far from one process's gradient each way is; is a loss NaN?
+
+    The ways: a mean, the sum, and the mean times the number of labels that count.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     layer = torch.nn.Linear(4, 3, dtype=torch.float64)
     inputs, labels = torch.randn(8, 4).double(), torch.randint(3, (8,))
     more: dict[str, Any] = {"weight": torch.tensor([1.0, 4.0, 16.0]).double()}
-    if kind == "ignore_index":
-        labels[:3], more = -100, {}
+    if kind != "weight":
+        labels[: 3 if kind == IGNORED else 4], more = -100, {}
     F.cross_entropy(layer(inputs), labels, **more).backward()
     alone = flat(p.grad for p in layer.parameters()).clone()
     ddp_model = DistributedDataParallel(layer)
     own_inputs, own_labels = (x.chunk(world_size)[rank] for x in (inputs, labels))
-    distances = []
-    for is_counted in (False, True):
+    steps = [x.chunk(micro_batches) for x in (own_inputs, own_labels)]
+    weights = more.get("weight", torch.ones(3).double())
+    # Of the whole step, and of all ranks.
+    total = weights[own_labels[own_labels != -100]].sum()
+    dist.all_reduce(total)
+    found = []
+    for way in ("mean", "sum", "mean, counted"):
         layer.zero_grad()
-        loss = F.cross_entropy(ddp_model(own_inputs), own_labels, **more)
-        if is_counted:
-            is_label = own_labels != -100
-            weights = more.get("weight", torch.ones(3).double())
-            counted = weights[own_labels[is_label]].sum()
-            dist.all_reduce(total := counted.clone())
-            loss = loss * counted / total * world_size
-        loss.backward()
+        is_nan = False
+        for i, (x, y) in enumerate(zip(*steps, strict=True), start=1):
+            is_last = i == micro_batches
+            with contextlib.nullcontext() if is_last else ddp_model.no_sync():
+                more["reduction"] = "sum" if way == "sum" else "mean"
+                loss = F.cross_entropy(ddp_model(x), y, **more)
+                if way == "mean":
+                    loss = loss / micro_batches
+                else:
+                    counted = weights[y[y != -100]].sum() if way != "sum" else 1
+                    loss = loss * counted / total * world_size
+                loss.backward()
+                is_nan |= bool(loss.isnan())
         apart = flat(p.grad for p in layer.parameters()) - alone
-        distances.append((apart.norm() / alone.norm()).item())
-    return distances
+        found.append(((apart.norm() / alone.norm()).item(), is_nan))
+    return found
 
 
-@pytest.mark.parametrize("kind", ["ignore_index", "weight"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("kind", [IGNORED, "weight", "none on rank 0"])
 def test_a_mean_over_labels_needs_their_number(
-    worker_pool: WorkerPool, kind: str
+    worker_pool: WorkerPool, kind: str, micro_batches: int
 ) -> None:
-    ends = worker_pool.run(gradients_of_labels, kind)
+    ends = worker_pool.run(gradients_of_labels, kind, micro_batches)
     assert len(ends) == 2
-    for mean, counted in ends:
-        assert mean > 0.05 and counted < 1e-12
+    for rank, ((mean, _), summed, counted) in enumerate(ends):
+        assert mean > 0.05 and summed[0] < 1e-12 and not summed[1]
+        # Its gradient is right all the same.
+        no_label = kind == "none on rank 0" or (kind, micro_batches) == (IGNORED, 2)
+        assert counted[0] < 1e-12 and counted[1] == (no_label and rank == 0)
 
 
 def bytes_of_an_all_reduce(numbers: int) -> float | None:
