@@ -33,13 +33,13 @@ def be_trainer(
     optimizer_class: type[torch.optim.Optimizer],
     is_sparse: bool,
     table: rpc.RRef,
-    ready: threading.Barrier,
+    barrier: threading.Barrier,
     rows: torch.Tensor,
 ) -> None:
     """Take steps that add 1 to every entry of these rows, so that the sum is known."""
     optimizer = DistributedOptimizer(optimizer_class, [table], lr=1.0)
-    ready.wait()
     for _ in range(STEPS):
+        barrier.wait()  # between all steps, and still two run at the same time
         with dist_autograd.context() as context_id:
             used = embedding(rows, table.to_here(), sparse=is_sparse)
             dist_autograd.backward(context_id, [-used.sum()])
