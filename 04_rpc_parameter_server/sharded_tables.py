@@ -9,8 +9,6 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 import classifier
 from bags import shard_bags
@@ -47,6 +45,8 @@ class ShardedTable(nn.Module):
 
     def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Sum up the rows of each bag, wherever they are: (words,), (B,) to (B, D)."""
+        if self.own.mode != "sum":
+            raise ValueError('owners\' parts of a bag add up only with mode="sum"')
         shards = shard_bags(indices, offsets, self.world_size)
         # 1. How many of your rows does each of my bags want?
         asked = torch.stack([counts for _, counts in shards])
@@ -68,7 +68,7 @@ class ShardedTable(nn.Module):
 def train_sharded(batches: list[Batch], rows: int) -> tuple[HybridModel, list[float]]:
     """Take a step for each of this rank's batches; return the model and the losses."""
     table = ShardedTable(draw_shard(rows, dist.get_rank(), dist.get_world_size()))
-    dense = DistributedDataParallel(dense_part())
+    dense = nn.parallel.DistributedDataParallel(dense_part())
     model, losses = HybridModel(table, dense), []
     # DDP takes the mean of the ranks' gradients; the table adds them up. An n-th of the
     # rate makes a mean of that. (Adagrad and SparseAdam ignore scale: same rate.)
@@ -76,7 +76,7 @@ def train_sharded(batches: list[Batch], rows: int) -> tuple[HybridModel, list[fl
     optimizer = torch.optim.SGD([of_table, {"params": dense.parameters(), "lr": LR}])
     for indices, offsets, labels in batches:
         optimizer.zero_grad()
-        loss = cross_entropy(model(indices, offsets), labels)
+        loss = nn.functional.cross_entropy(model(indices, offsets), labels)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -255,16 +255,16 @@ def stepped_by_old_gradients() -> list[list[float]]:
 
 
 def moved_by_adagrad(trainers: int) -> float:
-    """Step a weight twice by a gradient of 1, as one trainer does or as two do."""
+    """Let each trainer step a weight twice by a gradient of 1."""
     weight = torch.nn.Parameter(torch.zeros(1))
-    mine = [
+    optimizers = [
         DistributedOptimizer(torch.optim.Adagrad, [rpc.RRef(weight)], lr=1.0)
         for _ in range(trainers)
     ]
-    for step in range(2):
+    for one in [*optimizers, *optimizers]:
         with dist_autograd.context() as context:
             dist_autograd.backward(context, [weight.sum()])
-            mine[step % trainers].step(context)
+            one.step(context)
     return weight.item()
 
 
@@ -324,7 +324,7 @@ def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
             "asked late": ask_when_the_first_has_answered(),
             "overwritten": read_while_it_is_sent(),
             "stepped": stepped_by_old_gradients(),
-            "by Adagrad": [moved_by_adagrad(trainers) for trainers in (1, 2)],
+            "by Adagrad": [moved_by_adagrad(trainers) for trainers in (1, 2, 3)],
             "clipped": clipped_in_a_context(),
             "two rates": stepped_at_two_rates(),
             "ways": use_every_way(batches),
@@ -414,8 +414,9 @@ def test_only_an_eager_optimizer_steps_by_an_old_gradient(
 
 
 def test_each_trainer_has_a_state_of_its_own_for_a_row(session: dict[str, Any]) -> None:
-    # One trainer's second step is divided by the root of 1 + 1, another's first by 1.
-    assert session["by Adagrad"] == pytest.approx([-1 - 2**-0.5, -2])
+    # A trainer's second step is divided by the root of 1 + 1, whoever else has stepped.
+    alone = -1 - 2**-0.5
+    assert session["by Adagrad"] == pytest.approx([alone, 2 * alone, 3 * alone])
 
 
 def test_a_rate_is_set_at_each_owner(session: dict[str, Any]) -> None:
@@ -460,6 +461,24 @@ def test_shards_are_right_on_other_numbers_of_ranks(
         assert nprocs == 1 or largest < ROWS * 32 / 2
         torch.testing.assert_close(own, table[rank::nprocs], rtol=0, atol=1e-5)
         torch.testing.assert_close(of_rank, dense, rtol=0, atol=1e-5)
+
+
+def looked_up_by(mode: str) -> str:
+    """Look up in a sharded table that pools its rows so; return the error."""
+    table = SHARDED.ShardedTable(torch.ones(4, 2))
+    table.own.mode = mode
+    try:
+        table(torch.tensor([0, 1, 2]), torch.tensor([0, 1]))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_only_sums_are_sharded(pool: WorkerPool, mode: str) -> None:
+    said = 'owners\' parts of a bag add up only with mode="sum"'
+    due = "" if mode == "sum" else said
+    assert pool.run(looked_up_by, mode, world_size=2) == [due] * 2
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ class TableShard(nn.EmbeddingBag):
     def __init__(self, rows: int, shard: int, n: int) -> None:
         """Keep every n-th row, beginning with `shard`."""
         own = draw_shard(rows, shard, n)
+        # No other mode: `SplitTable` adds up the servers' parts of a bag.
         super().__init__(len(own), WIDTH, mode="sum", sparse=True, _weight=own)
 
 
