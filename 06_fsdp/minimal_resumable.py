@@ -65,7 +65,7 @@ def resume(path: Path, model: Any, optimizer: Any) -> int:
         state["adam"] = by_name(state["adam"], model, optimizer)
     options = states.StateDictOptions(full_state_dict=path.is_file())
     states.set_model_state_dict(model, state["model"], options=options)
-    # With the weight decay and betas that were saved, and for a step the lr.
+    # With the weight decay and betas that were saved; the lr is that of `main`.
     states.set_optimizer_state_dict(model, optimizer, state["adam"], options=options)
     return state["epoch"]
 
@@ -90,13 +90,17 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     steps = EPOCHS * len(loader) or sys.exit("too few samples per rank")
     schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
+    rates = [group["lr"] for group in optimizer.param_groups]
     first_epoch, path = 0, newest()
     try:
         if path:
             first_epoch = resume(path, model, optimizer)
     except (dcp.CheckpointException, LookupError, OSError, RuntimeError) as e:
         raise SystemExit(f"move {path} away: {str(e).splitlines()[-1]}") from e
-    schedule.last_epoch = first_epoch * len(loader)  # other ranks, other steps
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = lr
+    for _ in range(first_epoch * len(loader)):  # anew: other ranks, other steps
+        schedule.step()
     if dist.get_rank() == 0:
         print(f"{mesh.size()} ranks on {device}: {first_epoch} of {EPOCHS} epochs done")
     for epoch in range(first_epoch, EPOCHS):

@@ -90,6 +90,7 @@ def main() -> None:
     adam = torch.optim.AdamW(model.parameters(), lr=2e-3)
     steps = EPOCHS * len(loader)
     schedule = LambdaLR(adam, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
+    rates = [group["lr"] for group in adam.param_groups]
     run: dict[str, Any] = {"epoch": 0}  # .metadata is the last file of a save
     if whole := sorted(FOLDER.glob("*/.metadata"), key=lambda p: (len(str(p)), p)):
         run["model"], run["adam"] = states.get_state_dict(model, adam)
@@ -104,7 +105,10 @@ def main() -> None:
             raise SystemExit(f"move {newest} away: the model has no {min(more)}")
         states.set_model_state_dict(model, run["model"])
         states.set_optimizer_state_dict(model, adam, run["adam"])
-    schedule.last_epoch = run["epoch"] * len(loader)  # other ranks, other steps
+    for group, lr in zip(adam.param_groups, rates, strict=True):
+        group["lr"] = lr
+    for _ in range(run["epoch"] * len(loader)):  # anew: other ranks, other steps
+        schedule.step()
     if dist.get_rank() == 0:
         print(f"{shape} ranks on {device}: {run['epoch']} of {EPOCHS} epochs done")
     for epoch in range(run["epoch"], EPOCHS):

@@ -811,6 +811,60 @@ def sharded(
     return output.getvalue(), ""
 
 
+def rates_in_shards(folder: str, chapter: str, script: str, kind: str) -> list[float]:
+    """Run it there with another schedule; return the learning rate of each step."""
+    module: Any = load_chapter(chapter)[script]
+    per_rank = {"06_fsdp": 1, "09_one_mesh": 2}[chapter]  # ranks that share samples
+    shards = int(os.environ["WORLD_SIZE"]) // per_rank
+    local_size = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+    optimizers: list[Any] = []
+    rates: list[float] = []
+
+    def schedule(optimizer: Any, _: Any) -> Any:
+        optimizers.append(optimizer)
+        return made(kind, optimizer, 2 * 8 // shards)
+
+    def noted(*_: Any, max_norm: float) -> None:
+        rates.append(optimizers[0].param_groups[0]["lr"])
+
+    with (
+        mock.patch.dict(os.environ, local_size),
+        mock.patch.object(torch.distributed, "init_process_group"),
+        mock.patch.multiple(module, FOLDER=Path(folder, "sharded"), BATCH_SIZE=4),
+        mock.patch.object(module, "GPTConfig", partial(module.GPTConfig, **SMALL)),
+        mock.patch.object(module, "LambdaLR", schedule),
+        mock.patch.object(torch.nn.utils, "clip_grad_norm_", noted),
+        fewer_samples(module, 32),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        module.main()
+    return rates
+
+
+@pytest.mark.parametrize("kind", ["StepLR", "SequentialLR"])
+@pytest.mark.parametrize(
+    ("chapter", "script", "ranks"),
+    [("06_fsdp", "minimal_resumable", 2), ("09_one_mesh", "minimal", 4)],
+)
+def test_any_schedule_goes_on_in_shards_too(
+    worker_pool: WorkerPool,
+    tmp_path: Path,
+    chapter: str,
+    script: str,
+    ranks: int,
+    kind: str,
+) -> None:
+    run = partial(worker_pool.run, rates_in_shards, str(tmp_path), chapter, script)
+    for rank, rates in enumerate(both := run(kind, world_size=ranks)):
+        assert len(rates) == 8 and rates == both[0], rank
+    (tmp_path / "sharded/epoch_002/.metadata").unlink()
+    resumed = run(kind, world_size=ranks // 2)
+    assert len(both) == 2 * len(resumed) == ranks
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=2e-3)
+    due = rates_of(optimizer, made(kind, optimizer, 16), 16)[8:]
+    assert len(due) == 8 and resumed == [due] * len(resumed)
+
+
 def whole_state(folder: Path, epoch: int) -> dict[str, Any]:
     """Read a folder of shards as one process's state, without a group."""
     file = folder / "whole.pt"
