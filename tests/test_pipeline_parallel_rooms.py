@@ -647,6 +647,11 @@ def test_a_wrong_cut_is_noticed(worker_pool: WorkerPool, fault: str, said: str) 
     ends = worker_pool.run(end_of_cut, fault)
     assert [status for status, _ in ends] == [1, 1]
     assert re.match(rf"check failed on ranks \[0, 1\], not so: {said}", ends[0][1])
+    far = re.search(
+        r"moved (\S+) times as far, and is (\S+) times that off", ends[0][1]
+    )
+    if fault == "gradients summed":
+        assert far and float(far[2]) == pytest.approx(float(far[1]) - 1, rel=0.1)
 
 
 def test_adam_hides_gradients_eight_times_too_large(worker_pool: WorkerPool) -> None:

@@ -21,7 +21,10 @@ from ranks import check, leave
 
 
 def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """Step by the gradient, whatever Adam's `lr`: Adam would hide a wrong factor."""
+    """Step by the gradient, whatever Adam's `lr`: Adam would hide a wrong factor.
+
+    What your optimizer does by groups of parameters is not checked.
+    """
     return torch.optim.SGD(parameters, lr=0.02)
 
 
@@ -63,8 +66,10 @@ def compare_weights(before: dict, alone: dict, ours: dict) -> tuple[bool, str]:
         far = torch.dist(due, start).item()
         trained += far > 0
         if not torch.dist(found, due) <= 1e-2 * far:  # or it is no number
-            times = torch.dist(found, start) / far  # infinite for a frozen tensor
-            return False, f"{name} differs: it moved {times:.3g} times as far"
+            # Infinite for a frozen tensor.
+            times, off = (torch.dist(found, one) / far for one in (start, due))
+            said = f"it moved {times:.3g} times as far, and is {off:.3g} times that off"
+            return False, f"{name} differs: {said}"
     said = f"{len(alone)} tensors, {trained} of them trained, are one process's"
     return trained > 0, said
 
