@@ -4,6 +4,7 @@ Run: torchrun --nproc-per-node=2 08_pipeline_parallel/minimal.py
 Expect: the losses of chapter 03's minimal.py, and one of held-out text.
 """
 
+import functools
 import os
 from typing import Any
 
@@ -43,8 +44,15 @@ class Part(nn.Module):
         return self.head(self.final_norm(x))
 
 
+def micro_batch_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Yours: the mean of one micro-batch; gradients are averaged over micro-batches."""
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+
 def losses_of(run: Any, stage: Any, inputs: Any, labels: Any, **every: Any) -> list:
     """Call a schedule's step or eval; on the last stage, return all losses."""
+    for name, value in every.items():
+        every[name] = value.to(stage.device) if isinstance(value, Tensor) else value
     tokens = [inputs.to(stage.device)] if stage.is_first else []
     target = labels.to(stage.device) if stage.is_last else None
     run(*tokens, target=target, losses=(losses := []), return_outputs=False, **every)
@@ -59,6 +67,10 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     if stages > len(model.blocks):  # yours
         raise SystemExit(f"{len(model.blocks)} block(s) cannot make {stages} stages")
     parts: list[Any] = [Part(model, i, stages) for i in range(stages)]
+    holders: dict[Tensor, Any] = {}  # the stages of each parameter
+    for i, one in enumerate(parts):
+        for p in one.parameters():
+            holders[p] = (*holders.get(p, ()), i)
     part, last = parts[rank], stages - 1
     device = torch.device("cpu")  # unless each local rank can have a GPU of its own
     if torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
@@ -66,27 +78,34 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
         device = torch.accelerator.current_accelerator() or device
     dist.init_process_group(dist.get_default_backend_for_device(device))
     torch.manual_seed(rank)  # dropout: other masks on each stage
-    ends = dist.new_group(sorted({0, last}))  # every rank calls this
-    stage = PipelineStage(part.to(device), rank, stages, device)
-    pipeline = Schedule1F1B(
-        stage,
-        MICRO_BATCHES,  # it also divides the gradients by this; the loss is yours:
-        loss_fn=lambda y, t: nn.functional.cross_entropy(y.flatten(0, 1), t.flatten()),
+    new_group = functools.cache(dist.new_group)  # every rank makes all of them
+    tied = {p: new_group(among) for p, among in holders.items() if len(among) > 1}
+    # Two, to train and to evaluate: a stage that changes over learns its shapes anew.
+    part.to(device)
+    stage, other = (PipelineStage(part, rank, stages, device) for _ in range(2))
+    pipeline, evaluation = (
+        Schedule1F1B(one, MICRO_BATCHES, micro_batch_loss) for one in (stage, other)
     )
     optimizer = (optimizer_of or torch.optim.AdamW)(part.parameters(), lr=2e-3)
     train, test = (WindowDataset(t, 128, 1024) for t in load_text(None, 128))  # yours
     batch_size = MICRO_BATCHES * MICRO_BATCH_SIZE
     sampler = DistributedSampler(train, num_replicas=1, rank=0)  # the same on all
     loader = DataLoader(train, batch_size, sampler=sampler, drop_last=True)
-    tied = {*parts[0].parameters()} & {*parts[last].parameters()}
-    own = [p for p in part.parameters() if p.requires_grad and not (rank and p in tied)]
+    own = [p for p in part.parameters() if holders[p][0] == rank]
     for step, (_, inputs, labels) in enumerate(loader, start=1):  # yours
+        if step == 1:  # stages learn shapes from garbage, which BatchNorm counts too
+            kept = [buffer.clone() for buffer in part.buffers()]
+            losses_of(pipeline.step, stage, inputs, labels)
+            for buffer, before in zip(part.buffers(), kept, strict=True):
+                buffer.copy_(before)
+            part.zero_grad()
         losses = losses_of(pipeline.step, stage, inputs, labels)
-        for p in model.parameters():
-            if p in tied and p.grad is not None:  # both ends need the sum
-                dist.all_reduce(p.grad, group=ends)
+        for p, group in tied.items():
+            if p.grad is not None:  # all its stages need the sum
+                dist.all_reduce(p.grad, group=group)
         # clip_grad_norm_ would take this stage's norm alone, and what is tied twice.
-        squares = get_total_norm([p.grad for p in own]).double().square()
+        norm = get_total_norm([p.grad for p in own if p.grad is not None])
+        squares = norm.to(device).double().square()
         dist.all_reduce(squares)
         clip_grads_with_norm_(part.parameters(), MAX_NORM, squares.sqrt())
         optimizer.step()
@@ -96,7 +115,7 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     part.eval()
     with torch.no_grad():
         _, inputs, labels = next(iter(DataLoader(test, batch_size)))  # yours
-        losses = losses_of(pipeline.eval, stage, inputs, labels)
+        losses = losses_of(evaluation.eval, other, inputs, labels)
     if rank == last:
         print(f"held out | loss {torch.stack(losses).mean().item():.3f}")
     weights = {name: value.cpu() for name, value in part.state_dict().items()}

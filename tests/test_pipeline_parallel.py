@@ -592,6 +592,156 @@ def test_predictions_of_a_batch_that_does_not_divide_have_rows_too_many(
     assert "15 samples in 4 micro-batches give 16 predictions" in page
 
 
+def counted_by_batch_norm(schedules: int) -> tuple[list[int], bool]:
+    """Train, evaluate, train, by one schedule or one for each; 4 micro-batches each.
+
+    Return how many micro-batches a BatchNorm has counted after each, and whether its
+    running mean is a number. Memory without values holds nan.
+    """
+    rank, norm = dist.get_rank(), nn.BatchNorm1d(3)
+    part, counted = nn.Sequential(nn.Linear(3, 3), norm), []
+    pipelines = [
+        script("minimal").Schedule1F1B(
+            PipelineStage(part, rank, 2, CPU), 4, loss_fn=nn.functional.mse_loss
+        )
+        for _ in range(schedules)
+    ]
+    inputs, target = [torch.randn(8, 3)][rank:], torch.ones(8, 3) if rank else None
+    torch.use_deterministic_algorithms(True)
+    for trains in (True, False, True):
+        part.train(trains)
+        run = pipelines[0].step if trains else pipelines[-1].eval
+        with torch.set_grad_enabled(trains):
+            run(*inputs, target=target, return_outputs=False)
+        counted.append(norm.state_dict()["num_batches_tracked"].item())
+    torch.use_deterministic_algorithms(False)
+    return counted, norm.state_dict()["running_mean"].isfinite().all().item()
+
+
+@pytest.mark.parametrize(
+    ("schedules", "counted"), [(1, [5, 5, 10]), (2, [5, 5, 9])], ids=["one", "two"]
+)
+def test_batch_norm_counts_a_micro_batch_of_no_values(
+    worker_pool: WorkerPool, schedules: int, counted: list[int]
+) -> None:
+    ends = worker_pool.run(counted_by_batch_norm, schedules)
+    # The first stage runs a real micro-batch once more, the second memory as it lies.
+    assert ends == [(counted, True), (counted, False)]
+
+
+def gradients_with_ignored_labels(reduction: str) -> float:
+    """Step with labels of which each micro-batch ignores others; how far is it off?"""
+    rank, layers = dist.get_rank(), [nn.Linear(4, 4), nn.Linear(4, 4)]
+    torch.manual_seed(0)
+    for layer in layers:
+        nn.init.normal_(layer.weight)
+    x, labels = torch.randn(8, 4), torch.tensor([1, 0, 2, -100, 3, 0, -100, -100])
+    nn.functional.cross_entropy(nn.Sequential(*layers)(x), labels).backward()
+    due = layers[rank].weight.grad
+    assert due is not None
+    layers[rank].zero_grad()
+    loss = functools.partial(nn.functional.cross_entropy, reduction=reduction)
+    stage, averages = PipelineStage(layers[rank], rank, 2, CPU), reduction == "mean"
+    pipeline = script("minimal").Schedule1F1B(stage, 2, loss, scale_grads=averages)
+    target = labels if rank else None
+    pipeline.step(*[x][rank:], target=target, return_outputs=False)
+    found = layers[rank].weight.grad
+    assert found is not None
+    found = found if averages else found / (labels != -100).sum()
+    return (torch.dist(found, due) / due.norm()).item()
+
+
+def test_labels_to_ignore_are_counted_over_the_batch(worker_pool: WorkerPool) -> None:
+    assert min(worker_pool.run(gradients_with_ignored_labels, "mean")) > 0.01
+    assert max(worker_pool.run(gradients_with_ignored_labels, "sum")) < 1e-5
+
+
+def losses_at(lengths: list[int]) -> list[tuple[float, float]]:
+    """Evaluate texts of these lengths by one schedule: losses, and what is due."""
+    rank, layers = dist.get_rank(), [nn.Embedding(9, 4), nn.Linear(4, 4)]
+    torch.manual_seed(0)
+    for layer in layers:
+        nn.init.normal_(layer.weight)
+
+    def score(x: Tensor, classes: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(x.mean(1), classes)
+
+    stage = PipelineStage(layers[rank], rank, 2, CPU)
+    pipeline, found = script("minimal").Schedule1F1B(stage, 4, loss_fn=score), []
+    for length in lengths:
+        words, classes = torch.randint(9, (8, length)), torch.randint(4, (8,))
+        with torch.no_grad():
+            due = score(nn.Sequential(*layers)(words), classes)
+            losses = script("minimal").losses_of(pipeline.eval, stage, words, classes)
+        if losses:
+            found.append((torch.stack(losses).mean().item(), due.item()))
+    return found
+
+
+def test_another_length_is_evaluated_wrongly_in_silence(
+    worker_pool: WorkerPool,
+) -> None:
+    _, ((same, due), (shorter, right)) = worker_pool.run(losses_at, [6, 3])
+    assert same == pytest.approx(due) and abs(shorter - right) > 0.01
+
+
+def test_losses_of_moves_what_every_stage_takes() -> None:
+    stage = Namespace(device="meta", is_first=True, is_last=True)
+    run, one = mock.Mock(), torch.ones(2)
+    script("minimal").losses_of(run, stage, one, one, mask=one, flag=True)
+    (inputs,), named = run.call_args
+    assert inputs.is_meta and named["target"].is_meta and named["mask"].is_meta
+    assert named["flag"] is True
+
+
+class Memory(nn.Module):
+    """The end of an encoder, and a decoder's embeddings."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Take (B, T, D)."""
+        return x * 1, x * 2
+
+
+class Decoder(nn.Module):
+    """A decoder of one layer, which may make gradients contiguous."""
+
+    def __init__(self, is_mended: bool) -> None:
+        """Build it."""
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.is_mended = is_mended
+
+    def forward(self, memory: Tensor, x: Tensor) -> Tensor:
+        """Take what the first stage returns."""
+        for one in (memory, x) if self.is_mended else ():
+            if one.requires_grad:
+                one.register_hook(Tensor.contiguous)
+        return self.layer(x, memory)
+
+
+def step_of_a_decoder(is_mended: bool) -> str:
+    """Step with memory and decoder on two stages; return the error."""
+    rank = dist.get_rank()
+    group: Any = dist.new_group(timeout=timedelta(seconds=2))
+    part = nn.Sequential(nn.Linear(4, 4), Memory()) if rank == 0 else Decoder(is_mended)
+    stage = PipelineStage(part, rank, 2, CPU, group=group)
+    schedule = script("minimal").Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss)
+    x = torch.ones(4, 3, 4)
+    try:
+        schedule.step(*[x][rank:], target=x if rank else None, return_outputs=False)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_a_stage_that_sends_gradients_with_other_strides_fails_before_it(
+    worker_pool: WorkerPool,
+) -> None:
+    failed, waited = worker_pool.run(step_of_a_decoder, False)
+    assert failed == "input tensor has to be contiguous" and waited
+    assert worker_pool.run(step_of_a_decoder, True) == ["", ""]
+
+
 # --- The lessons, whole and broken. ----------
 
 
