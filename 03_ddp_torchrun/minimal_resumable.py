@@ -85,7 +85,7 @@ def main() -> None:
             group["lr"] = group["initial_lr"]
     schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
     for _ in range(first_epoch * steps // EPOCHS):  # anew: other ranks, other steps
-        optimizer.step()  # as above; without it, schedules warn
+        optimizer.step()  # again no change; without it, schedules warn
         schedule.step()
     dist.all_gather_object(seen := [0] * world_size, first_epoch)
     if len(set(seen)) > 1:
