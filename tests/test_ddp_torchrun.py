@@ -472,7 +472,7 @@ def weights_and_dropout(*words: str) -> tuple[torch.Tensor, list[torch.Tensor], 
     with mock.patch.object(train, "DDP", wrap):
         run = run_train(*words)
     (before_ddp,) = weights
-    return before_ddp, masks[2:], run  # two are of the pass that settles the buckets
+    return before_ddp, masks, run
 
 
 def test_ranks_draw_the_same_weights_and_other_dropout(
