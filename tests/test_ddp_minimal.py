@@ -1860,8 +1860,17 @@ def own_model(module: Any, frozen: float) -> Any:
     return OwnModel
 
 
+def by_groups(adam: Any, parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Let biases and norms not decay, and go twice as fast."""
+    matrices, others = [], []
+    for p in parameters:
+        (matrices if p.ndim > 1 else others).append(p)
+    faster = {"params": others, "weight_decay": 0.0, "lr": 2 * lr}
+    return adam([{"params": matrices, "weight_decay": 1.0}, faster], lr=lr)
+
+
 def resumable_with_zero(
-    folder: str, stage: int, frozen: float | None = None
+    folder: str, stage: int, frozen: float | None = None, has_groups: bool = False
 ) -> tuple[str, dict[str, torch.Tensor], list[float]]:
     """Run chapter 05's minimal_resumable.py there, a smaller GPT.
 
@@ -1874,6 +1883,7 @@ def resumable_with_zero(
     output, saved, engines = io.StringIO(), Path(folder, "saved"), []
     load = module.held_out_loss
     model = module.GPT if frozen is None else own_model(module, frozen)
+    adam = partial(by_groups, torch.optim.AdamW) if has_groups else torch.optim.AdamW
 
     def noted(engine: Any, dataset: Any) -> float:
         assert len(dataset) == 512 and engine.gradient_clipping() == 1.0
@@ -1892,6 +1902,7 @@ def resumable_with_zero(
             join=mock.Mock(),
             held_out_loss=noted,
         ),
+        mock.patch.object(torch.optim, "AdamW", adam),
         contextlib.redirect_stdout(output),
     ):
         module.main()
@@ -1903,6 +1914,8 @@ def resumable_with_zero(
             weights = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(saved))
     if engines and stage < 3:
         weights |= engines[-1].module.state_dict()  # in stage 1 the other has no frozen
+    states = [s for one in engines for s in one.optimizer.optimizer.state.values()]
+    assert {int(state["step"]) for state in states} in (set(), {2 * 8})
     said = re.findall(r"^\d ranks: .*|^epoch .*", output.getvalue(), re.M)
     rates = [rate for engine in engines for rate in engine.get_lr()]
     return "\n".join(said), weights, rates
@@ -1954,6 +1967,21 @@ def test_zero_goes_on_with_another_number_of_ranks(
     last = said.splitlines()[2]
     assert loss[:-5] == last[:-5]
     assert float(loss[-5:]) == pytest.approx(float(last[-5:]), abs=0.0011)
+    assert len(moved) == len(whole) == 15
+    for name, weight in whole.items():
+        assert (moved[name] - weight).abs().max() < ROUNDED
+
+
+def test_groups_keep_their_settings_and_count_their_steps_in_stage_3(
+    zero_pools: Pools, tmp_path: Path
+) -> None:
+    def run(ranks: int) -> Any:
+        call = resumable_with_zero, str(tmp_path), 3, None, True
+        return zero_pools(ranks).run(*call, world_size=ranks)[0]
+
+    _, whole, _ = run(2)
+    to_universal(zero_pools, tmp_path / "saved")
+    _, moved, _ = run(1)
     assert len(moved) == len(whole) == 15
     for name, weight in whole.items():
         assert (moved[name] - weight).abs().max() < ROUNDED

@@ -7,6 +7,7 @@ Expect: the losses of 03_ddp_torchrun/minimal_resumable.py. The same command res
 """
 
 import sys
+from copy import deepcopy
 from itertools import islice
 from math import cos, pi
 from pathlib import Path
@@ -61,6 +62,15 @@ def load_what_universal_lacks(model: Any, tag: str) -> None:
     model.load_state_dict(weights)
 
 
+def separate_groups(adam: Any, own: list, rates: list[float]) -> None:
+    """Undo what stage 3 does: all groups have the first one's settings and counter."""
+    for group, old, rate in zip(adam.param_groups, own, rates, strict=True):
+        kept = {key: old[key] for key in old if key != "params"}
+        group.update(kept | {"lr": rate})
+    for state in adam.state.values():
+        state["step"] = deepcopy(state["step"])  # else each group adds 1 to the same
+
+
 def main() -> None:
     """Join, build, resume; train, evaluate and save each epoch."""
     tag = latest_tag(FOLDER)
@@ -84,9 +94,11 @@ def main() -> None:
     schedule: Any = LambdaLR(adam, lambda step: 0.5 + 0.5 * cos(half_turn * step))
     parts: Any = {"model": model, "optimizer": adam, "lr_scheduler": schedule}
     engine: Any = deepspeed.initialize(**parts, config=config)[0]
-    first_epoch = 0
+    first_epoch, own = 0, [dict(group) for group in adam.param_groups]
     if tag:  # also schedule and optimizer: with the learning rate that was saved
         first_epoch = engine.load_checkpoint(FOLDER, tag)[1]["epoch"]
+        if universal and engine.zero_optimization_stage() == 3:
+            separate_groups(adam, own, schedule.get_last_lr())
     used = steps * engine.gradient_accumulation_steps()  # micro-batches in an epoch
     if rank == 0:
         print(f"{world_size} ranks: {first_epoch} of {EPOCHS} epochs done")
