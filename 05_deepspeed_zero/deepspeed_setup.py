@@ -109,14 +109,20 @@ def latest_tag(folder: Path) -> str:
     size, or if another number of ranks has saved them. A universal checkpoint has no
     such shards: any number of ranks reads it.
     """
+    if not (latest := folder / "latest").exists():
+        if saved := sorted(folder.glob(f"*/{RECORD}")):
+            ranks.fail(
+                f"write a checkpoint's name to {latest}, as {saved[-1].parts[-2]}"
+            )
+        return ""
     tag = newest_tag(folder)
-    if not tag or (folder / tag / "zero").is_dir():
+    if (folder / tag / "zero").is_dir():
         return tag
     if not (folder / tag / RECORD).exists():
-        ranks.fail(f"{folder / tag} was not saved whole; name another in latest")
+        ranks.fail(f"no whole checkpoint in {folder / tag}; name another in latest")
     record = json.loads((folder / tag / RECORD).read_text())
     if fault := find_damage(folder / tag, record["files"]):
-        ranks.fail(f"{fault}; name another checkpoint in {folder / 'latest'}")
+        ranks.fail(f"{fault}; name another checkpoint in {latest}")
     if record["ranks"] != int(os.environ.get("WORLD_SIZE", "1")):
         convert = "convert it as in 05_deepspeed_zero/checkpoints"
         ranks.fail(

@@ -80,7 +80,7 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     torch.manual_seed(rank)  # dropout: other masks on each stage
     new_group = functools.cache(dist.new_group)  # every rank makes all of them
     tied = {p: new_group(among) for p, among in holders.items() if len(among) > 1}
-    # Two, to train and to evaluate: a stage that changes over learns its shapes anew.
+    # One to train and one to evaluate: one for both would learn its shapes each time.
     part.to(device)
     stage, other = (PipelineStage(part, rank, stages, device) for _ in range(2))
     pipeline, evaluation = (
@@ -93,7 +93,7 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     loader = DataLoader(train, batch_size, sampler=sampler, drop_last=True)
     own = [p for p in part.parameters() if holders[p][0] == rank]
     for step, (_, inputs, labels) in enumerate(loader, start=1):  # yours
-        if step == 1:  # stages learn shapes from garbage, which BatchNorm counts too
+        if step == 1:  # for the shapes, which garbage shows; undo what it has moved
             kept = [buffer.clone() for buffer in part.buffers()]
             losses_of(pipeline.step, stage, inputs, labels)
             for buffer, before in zip(part.buffers(), kept, strict=True):
@@ -101,7 +101,8 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
             part.zero_grad()
         losses = losses_of(pipeline.step, stage, inputs, labels)
         for p, group in tied.items():
-            if p.grad is not None:  # all its stages need the sum
+            if rank in holders[p] and p.requires_grad:  # all its stages need the sum
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 dist.all_reduce(p.grad, group=group)
         # clip_grad_norm_ would take this stage's norm alone, and what is tied twice.
         norm = get_total_norm([p.grad for p in own if p.grad is not None])

@@ -947,8 +947,10 @@ def saved_by_two(folder: Path, tag: str) -> Any:
         (3, "", "step_10 is of 2 ranks: start as many; or convert it as in 05_deep"),
         (1, "gone", "rank_1_mp_rank_00_optim_states.pt has 0 bytes and was saved with"),
         (2, "cut", "has 2 bytes and was saved with 7; name another checkpoint in "),
-        (2, "no record", "step_10 was not saved whole; name another in latest"),
-        (2, "no folder", "step_10 was not saved whole; name another in latest"),
+        (2, "no record", "no whole checkpoint in {}/step_10; name another in latest"),
+        (2, "no folder", "no whole checkpoint in {}/step_10; name another in latest"),
+        (2, "empty latest", "no whole checkpoint in {}; name another in latest"),
+        (2, "no latest", "write a checkpoint's name to {}/latest, as step_10"),
         (1, "converted", ""),
     ],
 )
@@ -976,13 +978,19 @@ def test_shards_that_cannot_be_loaded_are_refused_in_one_line(
     elif damage == "converted":
         shutil.rmtree(folder)
         (folder / "zero").mkdir(parents=True)
+    elif damage == "empty latest":
+        (tmp_path / "latest").write_text("")
+    elif damage == "no latest":
+        (tmp_path / "latest").unlink()
     if not says:
         assert setup.latest_tag(tmp_path) == "step_10"
         return
     with pytest.raises(SystemExit) as end:
         setup.latest_tag(tmp_path)
     said = capsys.readouterr().err
-    assert end.value.code == 2 and said.count("\n") == 1 and says in said
+    assert (
+        end.value.code == 2 and said.count("\n") == 1 and says.format(tmp_path) in said
+    )
 
 
 @pytest.mark.slow
