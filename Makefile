@@ -35,9 +35,12 @@ smoke: setup-dev ## Set up, then run one script of each chapter.
 	@$(pytest) -m smoke tests
 
 # On two cores a third file ends the tests a twelfth sooner; pages measure some times.
+# The files that take longest come first, so that no process idles at the end.
 test: files_at_a_time = 3
+test: longest = ddp_minimal fsdp pages rpc_parameter_server one_mesh ranks one_result
+test: first = $(longest:%=tests/test_%.py)
 test: setup-dev ## Set up, then run the tests but for the slow ones.
-	@$(pytest) -m "not slow" tests
+	@$(pytest) -m "not slow" $(first) $(filter-out $(first),$(wildcard tests/test_*.py))
 
 # The pages that take longest come first, so that neither process idles at the end.
 pages: setup-dev ## Set up, then run the pages' commands but for the slow ones.
