@@ -71,6 +71,8 @@ def main() -> None:
     model = GPT(GPTConfig()).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     steps = EPOCHS * (len(loader) // ACCUMULATE) or sys.exit("too few samples per rank")
+    schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
+    rates = [group["lr"] for group in optimizer.param_groups]
     parts, first_epoch = {"model": model, "adam": optimizer}, 0
     if os.path.exists(FILE):  # on every machine, so on a file system that they share
         saved = torch.load(FILE, map_location="cpu")  # Adam counts its steps there
@@ -81,11 +83,9 @@ def main() -> None:
         except (KeyError, RuntimeError, ValueError) as e:
             sys.exit(f"{FILE}: another model or optimizer: {str(e).splitlines()[-1]}")
         first_epoch = saved["epoch"]
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"]
-    schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
     for _ in range(first_epoch * steps // EPOCHS):  # anew: other ranks, other steps
-        optimizer.step()  # again no change; without it, schedules warn
         schedule.step()
     dist.all_gather_object(seen := [0] * world_size, first_epoch)
     if len(set(seen)) > 1:

@@ -155,7 +155,6 @@ def resumable(
     dropout: float = 0.1,
     batch_size: int = 16,
     dies_in: str = "",
-    lr: float = 2e-3,
 ) -> tuple[dict[str, Any], str, list[int]]:
     """Run minimal_resumable.py there, a smaller GPT; return its file and its output.
 
@@ -171,11 +170,6 @@ def resumable(
     evaluate, save, called = module.validation_loss, torch.save, []
     older: list[Any] = []
     held_out = module.load_text(None, 128)[1]
-    adamw = torch.optim.AdamW
-
-    def at_another_rate(parameters: Any, **settings: float) -> torch.optim.AdamW:
-        assert settings == {"lr": 2e-3}
-        return adamw(parameters, lr=lr)
 
     def evaluate_or_die(*arguments: Any) -> float:
         called.append("evaluate")
@@ -211,7 +205,6 @@ def resumable(
         mock.patch.multiple(module, GPTConfig=config, FILE=path, BATCH_SIZE=batch_size),
         mock.patch.object(module, "validation_loss", evaluate_or_die),
         mock.patch.object(torch, "save", save_or_die),
-        mock.patch.object(torch.optim, "AdamW", at_another_rate),
         contextlib.redirect_stdout(output),
         contextlib.suppress(Died),
     ):
@@ -243,8 +236,7 @@ def test_a_run_that_died_resumes_with_the_same_bits(
     (expected, said, told), _ = worker_pool.run(resumable, str(whole), world_size=2)
     words = (str(broken), 0.1, 16, dies_in)
     (half, said_first, _), _ = worker_pool.run(resumable, *words, world_size=2)
-    # It goes on at the file's rate, whatever the script's has become.
-    words = (str(broken), 0.1, 16, "", 0.2 if dies_in == "save" else 2e-3)
+    words = (str(broken), 0.1, 16)
     (resumed, said_then, then), _ = worker_pool.run(resumable, *words, world_size=2)
     assert told == [0, 1] and then == [1]
     begins, *epochs = said.splitlines()
@@ -329,8 +321,9 @@ def rates_of(optimizer: Any, schedule: Any, steps: int) -> list[float]:
 def with_schedule(folder: str, kind: str, dies: bool) -> list[list[float]]:
     """Run minimal_resumable.py there with it; return each epoch's learning rates.
 
-    Nothing is trained; if it dies, then in the second epoch.
+    Nothing is trained; if it dies, then in the second epoch, and at another rate.
     """
+    adam = partial(torch.optim.AdamW, lr=2e-2 if dies else 2e-3)
     module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
     local_size, rates = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}, []
     config, steps = partial(module.GPTConfig, **SMALL), 16 // int(*local_size.values())
@@ -346,6 +339,7 @@ def with_schedule(folder: str, kind: str, dies: bool) -> list[list[float]]:
         mock.patch.multiple(module, GPTConfig=config, FILE=Path(folder, FILE)),
         mock.patch.object(module, "train_one_epoch", epoch),
         mock.patch.object(module, "validation_loss", lambda *_: 0.0),
+        mock.patch.object(torch.optim, "AdamW", lambda p, lr: adam(p)),
         mock.patch.object(module, "LambdaLR", lambda o, _: made(kind, o, 2 * steps)),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.suppress(Died),

@@ -331,8 +331,10 @@ def test_an_older_checkpoint_stays_until_the_new_one_is_whole(
     assert contents() == before
     find_problem = load_chapter(ROOM)["resume_elsewhere"].find_problem
     assert find_problem(folder, 1) == ""
-    (folder / "half_2" / "record.json").unlink()
     nothing = f"no checkpoint in {folder}; save_and_resume.py writes one"
+    os.truncate(folder / "half_2" / "record.json", 9)
+    assert find_problem(folder, 1) == nothing
+    (folder / "half_2" / "record.json").unlink()
     assert find_problem(folder, 1) == nothing
 
 
