@@ -53,6 +53,7 @@ MOST_IMPORTS = 2
 # FSDP's leaves by ranks.py, which frees what DTensor keeps of a group; DeepSpeed's by
 # deepspeed_setup.py, which ends whatever threads the engine keeps.
 MINIMAL_IMPORTS = {
+    "04_rpc_parameter_server/minimal.py": {"classifier"},
     "05_deepspeed_zero/minimal.py": {"model", "data", "deepspeed_setup"},
     "05_deepspeed_zero/checkpoints/minimal_resumable.py": {
         *("model", "data", "deepspeed_setup"),

@@ -1,0 +1,110 @@
+"""Train a table that the last rank serves to the others, its trainers.
+
+Run: torchrun --nproc-per-node=3 04_rpc_parameter_server/minimal.py
+Expect: falling losses, those of one process that takes the same batches.
+"""
+
+import warnings
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch import nn
+from torch.distributed.nn import RemoteModule
+from torch.distributed.optim import DistributedOptimizer
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from classifier import load_samples  # yours
+
+ROWS, WIDTH, EPOCHS, BATCH_SIZE, LR = 2**15, 32, 2, 32, 0.1
+
+
+class EagerSGD(torch.optim.SGD):
+    """SGD under a name of which `DistributedOptimizer` has no compiled copy."""
+
+
+class HybridModel(nn.Module):
+    """The whole model, wherever its table may live. Yours."""
+
+    def __init__(self, table: nn.Module) -> None:
+        """Take the table; make the dense part."""
+        super().__init__()
+        self.table = table
+        layers = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 6)
+        self.dense: nn.Module = nn.Sequential(*layers)
+
+    def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Score each bag for each label: (words,), (B,) to (B, 6)."""
+        # `.forward`: a `RemoteModule` that has travelled by RPC has lost what a plain
+        # call needs, and would raise AttributeError.
+        return self.dense(self.table.forward(indices, offsets))
+
+
+def train_with_server(table: RemoteModule) -> dict[str, torch.Tensor]:
+    """Be a trainer, as the server asks by RPC; return the dense part's weights."""
+    rank, trainers = dist.get_rank(), dist.get_world_size() - 1
+    # Without the server, which makes no collective.
+    group: Any = dist.new_group(range(trainers), use_local_synchronization=True)
+    model = HybridModel(table)
+    ddp = model.dense = DistributedDataParallel(model.dense, process_group=group)
+    dense = [rpc.RRef(parameter) for parameter in ddp.parameters()]
+    # DDP averages the trainers' gradients. In the table their steps add up.
+    of_dense = DistributedOptimizer(EagerSGD, dense, LR)
+    of_table = DistributedOptimizer(EagerSGD, table.remote_parameters(), LR / trainers)
+    samples, _ = load_samples(ROWS)
+    batches = samples.batches(BATCH_SIZE, rank, trainers)
+    steps = len(samples) // (BATCH_SIZE * trainers)
+    for epoch in range(EPOCHS):
+        total = torch.zeros(())
+        for indices, offsets, labels in islice(batches, steps):
+            with dist_autograd.context() as context_id:
+                # A call to the server: row numbers go there, sums of rows return.
+                loss = cross_entropy(model(indices, offsets), labels)
+                # A second carries these sums' gradients. DDP averages the dense ones.
+                dist_autograd.backward(context_id, [loss])
+                of_dense.step(context_id)
+                of_table.step(context_id)  # a third: the server steps its rows
+            dist.barrier(group)  # without: asynchronous
+            total += loss.detach() / steps
+        dist.all_reduce(total, group=group)
+        if rank == 0:
+            print(f"epoch {epoch} | loss {total.item() / trainers:.3f}", flush=True)
+    return ddp.module.state_dict()
+
+
+def be_server(trainers: list[str]) -> None:
+    """Make the table, have the trainers train it, save the whole model."""
+    arguments = (ROWS, WIDTH), {"mode": "sum", "sparse": True}
+    table = RemoteModule("server", nn.EmbeddingBag, *arguments)
+    weight = table.get_module_rref().local_value().weight
+    nn.init.normal_(weight, std=0.1)
+    # Each call returns at once, with a future, and may then take any time.
+    calls = [rpc.rpc_async(t, train_with_server, (table,), timeout=0) for t in trainers]
+    dense = torch.futures.wait_all(calls)[0]  # an error on a trainer is raised here
+    state = {f"dense.{name}": value for name, value in dense.items()}
+    torch.save({"table.weight": weight.detach(), **state}, "hybrid.pt")
+
+
+def main() -> None:
+    """Be the server or a trainer, which answers calls until all are done."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    names = [*(f"trainer{r}" for r in range(world_size - 1)), "server"]
+    # init_rpc itself calls torch.distributed in a way that torch.distributed warns of.
+    warnings.filterwarnings("ignore", message="You are using a Backend")
+    # By default RPC polls shared memory, and keeps a core busy even while it waits.
+    tcp = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    rpc.init_rpc(names[rank], None, rank, world_size, tcp)
+    if names[rank] == "server":
+        be_server(names[:-1])
+    rpc.shutdown()  # waits until nobody has anything more to ask
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
