@@ -85,7 +85,7 @@ def main() -> None:
         first_epoch = saved["epoch"]
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-    for _ in range(first_epoch * steps // EPOCHS):  # anew: other ranks, other steps
+    for _ in range(first_epoch * steps // EPOCHS):  # of this number of ranks
         schedule.step()
     dist.all_gather_object(seen := [0] * world_size, first_epoch)
     if len(set(seen)) > 1:

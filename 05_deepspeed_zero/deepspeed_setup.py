@@ -97,9 +97,15 @@ def save_shards(engine: Any, folder: Path, tag: str, **state: Any) -> None:
 
 
 def newest_tag(folder: Path) -> str:
-    """Return the name of the checkpoint that was saved last, '' if there is none."""
-    latest = folder / "latest"
-    return latest.read_text().strip() if latest.exists() else ""
+    """Return the name of the checkpoint that was saved last, '' if there is none.
+
+    Exits with one line if there are checkpoints and nothing says which is the newest.
+    """
+    if (latest := folder / "latest").exists():
+        return latest.read_text().strip()
+    if saved := sorted(folder.glob(f"*/{RECORD}")):
+        ranks.fail(f"write a checkpoint's name to {latest}, as {saved[-1].parts[-2]}")
+    return ""
 
 
 def latest_tag(folder: Path) -> str:
@@ -109,18 +115,13 @@ def latest_tag(folder: Path) -> str:
     size, or if another number of ranks has saved them. A universal checkpoint has no
     such shards: any number of ranks reads it.
     """
-    if not (latest := folder / "latest").exists():
-        if saved := sorted(folder.glob(f"*/{RECORD}")):
-            ranks.fail(
-                f"write a checkpoint's name to {latest}, as {saved[-1].parts[-2]}"
-            )
-        return ""
-    tag = newest_tag(folder)
-    if (folder / tag / "zero").is_dir():
+    tag, latest = newest_tag(folder), folder / "latest"
+    if not latest.exists() or (folder / tag / "zero").is_dir():
         return tag
-    if not (folder / tag / RECORD).exists():
+    try:
+        record = json.loads((folder / tag / RECORD).read_text())
+    except (OSError, ValueError):  # not there, or cut short
         ranks.fail(f"no whole checkpoint in {folder / tag}; name another in latest")
-    record = json.loads((folder / tag / RECORD).read_text())
     if fault := find_damage(folder / tag, record["files"]):
         ranks.fail(f"{fault}; name another checkpoint in {latest}")
     if record["ranks"] != int(os.environ.get("WORLD_SIZE", "1")):

@@ -57,9 +57,11 @@ def evaluate(engine: Any, tokens: torch.Tensor) -> float:
     world_size = dist.get_world_size()
     batch = global_batch(tokens, 0, 16 * world_size, BLOCK_SIZE)
     inputs = batch.chunk(world_size)[dist.get_rank()].to(engine.device)
+    training = [module for module in engine.modules() if module.training]
     engine.eval()
     loss = engine(input_ids=inputs, labels=inputs).loss
-    engine.train()
+    for module in training:  # a frozen part may have been in eval() before
+        module.training = True
     dist.all_reduce(loss, op=dist.ReduceOp.AVG)
     return loss.item()
 

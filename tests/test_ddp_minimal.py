@@ -708,11 +708,15 @@ def modes_around(chapter: str, script: str, name: str) -> list[list[bool]]:
     model = minimal.GPT(minimal.GPTConfig(**SMALL))
     if chapter.startswith("06"):  # whose GPT returns logits
         model = load_chapter(chapter)["model"].GPT(minimal.GPTConfig(**SMALL))
-    model.blocks.eval()
     samples = minimal.WindowDataset(minimal.load_text(None, 128)[1], 128, 4)
+    if script == "recipe":  # which trains a model of transformers on tokens
+        model, samples = load_chapter(chapter)["qwen"].small_model(), torch.arange(256)
+    next(model.children()).eval()
     modes = [[part.training for part in model.modules()]]
     place = {"data": 2}.get(script, torch.device("cpu"))
-    if chapter.startswith("05"):
+    if script == "recipe":
+        place = None
+    elif chapter.startswith("05"):
         model.device, place = torch.device("cpu"), None
     words = [model, samples] if place is None else [model, samples, place]
     getattr(module, name)(*words)
@@ -725,6 +729,7 @@ def modes_around(chapter: str, script: str, name: str) -> list[list[bool]]:
         ("03_ddp_torchrun", "minimal_resumable", "validation_loss"),
         ("03_ddp_torchrun", "data", "evaluate"),
         ("05_deepspeed_zero/checkpoints", "minimal_resumable", "held_out_loss"),
+        ("05_deepspeed_zero", "recipe", "evaluate"),
         ("06_fsdp", "evaluate", "validation_loss"),
     ],
 )

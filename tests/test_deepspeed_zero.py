@@ -948,6 +948,7 @@ def saved_by_two(folder: Path, tag: str) -> Any:
         (1, "gone", "rank_1_mp_rank_00_optim_states.pt has 0 bytes and was saved with"),
         (2, "cut", "has 2 bytes and was saved with 7; name another checkpoint in "),
         (2, "no record", "no whole checkpoint in {}/step_10; name another in latest"),
+        (2, "cut record", "no whole checkpoint in {}/step_10; name another in latest"),
         (2, "no folder", "no whole checkpoint in {}/step_10; name another in latest"),
         (2, "empty latest", "no whole checkpoint in {}; name another in latest"),
         (2, "no latest", "write a checkpoint's name to {}/latest, as step_10"),
@@ -973,6 +974,8 @@ def test_shards_that_cannot_be_loaded_are_refused_in_one_line(
         os.truncate(shard, 2)
     elif damage == "no record":
         (folder / "record.json").unlink()
+    elif damage == "cut record":
+        os.truncate(folder / "record.json", 9)
     elif damage == "no folder":
         shutil.rmtree(folder)
     elif damage == "converted":
@@ -985,8 +988,10 @@ def test_shards_that_cannot_be_loaded_are_refused_in_one_line(
     if not says:
         assert setup.latest_tag(tmp_path) == "step_10"
         return
+    # What saves asks for the newest name first, and would save over a whole checkpoint.
+    ask = setup.newest_tag if damage == "no latest" else setup.latest_tag
     with pytest.raises(SystemExit) as end:
-        setup.latest_tag(tmp_path)
+        ask(tmp_path)
     said = capsys.readouterr().err
     assert (
         end.value.code == 2 and said.count("\n") == 1 and says.format(tmp_path) in said
@@ -1002,15 +1007,14 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     (other / "latest").write_text("step_10")
     for rank in range(3):
         (other / "step_10" / f"zero_pp_rank_{rank}_optim_states.pt").touch()
-    of_others = f"{other / 'step_10'} is of 3 ranks: start 3; or convert it as in "
-    of_others += "05_deepspeed_zero/checkpoints"
+    damaged = f"no whole checkpoint in {other / 'step_10'}; name another in latest"
     too_short = f"the text has {len(few)} tokens and 1280 are needed: give more text"
     for script, option, expected in (
         ("stage_0", "--steps=0", "argument --steps: '0' is no number from 1 to 10"),
         ("recipe", "--text=/nowhere", "--text /nowhere: No such file or directory"),
         ("recipe", f"--text={short}", too_short),
         ("recipe", "--model=/no/such", "--model /no/such: there is no such folder"),
-        ("recipe", f"--checkpoints={other}", of_others),
+        ("recipe", f"--checkpoints={other}", damaged),
     ):
         more = [f"--checkpoints={folder}"] if script == "recipe" else []
         result = python(FOLDER / f"{script}.py", *more, option)

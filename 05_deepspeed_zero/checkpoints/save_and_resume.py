@@ -45,11 +45,11 @@ def consolidate(folder: Path, tag: str, config: Any) -> None:
 def main(options: argparse.Namespace) -> None:
     """Save half-way and train on; then do the second half again from the shards."""
     device, folder, stage = prepare(CONFIG), options.folder, options.stage
+    # Two names in turn: an older checkpoint stays until this one is whole.
+    tag = "half_2" if newest_tag(folder) == "half_1" else "half_1"
     join()
     engine = new_engine(stage)
     train_steps(engine, range(SAVED_AT))
-    # Two names in turn: an older checkpoint stays until this one is whole.
-    tag = "half_2" if newest_tag(folder) == "half_1" else "half_1"
     save_shards(engine, folder, tag, stage=stage)
     uninterrupted = train_steps(engine, range(SAVED_AT, STEPS))
     engine.destroy()
