@@ -67,9 +67,14 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     if stages > len(model.blocks):  # yours
         raise SystemExit(f"{len(model.blocks)} block(s) cannot make {stages} stages")
     parts: list[Any] = [Part(model, i, stages) for i in range(stages)]
+    whole = dict(model.named_parameters(remove_duplicate=False))
     holders: dict[Tensor, Any] = {}  # the stages of each parameter
     for i, one in enumerate(parts):
-        for p in one.parameters():
+        for name, p in one.named_parameters():
+            if whole.get(name) is not p:  # it would be saved under a wrong name
+                raise SystemExit(
+                    f"stage {i}: {name} is not the model's own of that name"
+                )
             holders[p] = (*holders.get(p, ()), i)
     part, last = parts[rank], stages - 1
     device = torch.device("cpu")  # unless each local rank can have a GPU of its own
@@ -77,7 +82,7 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         device = torch.accelerator.current_accelerator() or device
     dist.init_process_group(dist.get_default_backend_for_device(device))
-    torch.manual_seed(rank)  # dropout: other masks on each stage
+    torch.manual_seed(rank)  # dropout: other masks on each stage (draw no data by it)
     new_group = functools.cache(dist.new_group)  # every rank makes all of them
     tied = {p: new_group(among) for p, among in holders.items() if len(among) > 1}
     # One to train and one to evaluate: one for both would learn its shapes each time.
@@ -86,6 +91,7 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     pipeline, evaluation = (
         Schedule1F1B(one, MICRO_BATCHES, micro_batch_loss) for one in (stage, other)
     )
+    # For groups of parameters ask the whole model's names: what is tied has two.
     optimizer = (optimizer_of or torch.optim.AdamW)(part.parameters(), lr=2e-3)
     train, test = (WindowDataset(t, 128, 1024) for t in load_text(None, 128))  # yours
     batch_size = MICRO_BATCHES * MICRO_BATCH_SIZE
@@ -115,7 +121,8 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
             print(f"step {step:2} | loss {torch.stack(losses).mean().item():.3f}")
     part.eval()
     with torch.no_grad():
-        _, inputs, labels = next(iter(DataLoader(test, batch_size)))  # yours
+        batches = DataLoader(test, batch_size, drop_last=True)
+        _, inputs, labels = next(iter(batches))  # yours
         losses = losses_of(evaluation.eval, other, inputs, labels)
     if rank == last:
         print(f"held out | loss {torch.stack(losses).mean().item():.3f}")

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from launch import ROOT, torchrun
 from lessons import CPU, in_the_pool
@@ -656,6 +657,174 @@ def test_labels_to_ignore_are_counted_over_the_batch(worker_pool: WorkerPool) ->
     assert max(worker_pool.run(gradients_with_ignored_labels, "sum")) < 1e-5
 
 
+def gradients_of_three_calls(averages: bool) -> float:
+    """Call `step` three times before an optimizer's step; how far is the mean off?"""
+    rank, layers = dist.get_rank(), [nn.Linear(4, 4), nn.Linear(4, 4)]
+    torch.manual_seed(0)
+    for layer in layers:
+        nn.init.normal_(layer.weight)
+    x, target = torch.randn(24, 4), torch.randn(24, 4)
+    nn.functional.mse_loss(nn.Sequential(*layers)(x), target).backward()
+    due = layers[rank].weight.grad
+    assert due is not None
+    layers[rank].zero_grad()
+    pipeline = script("minimal").Schedule1F1B(
+        PipelineStage(layers[rank], rank, 2, CPU),
+        *(2, nn.functional.mse_loss),
+        scale_grads=averages,
+    )
+    for part, of_part in zip(x.chunk(3), target.chunk(3), strict=True):
+        last = of_part if rank else None
+        pipeline.step(*[part][rank:], target=last, return_outputs=False)
+    found = layers[rank].weight.grad
+    assert found is not None
+    return (torch.dist(found / (3 if averages else 6), due) / due.norm()).item()
+
+
+def test_each_call_of_step_divides_what_was_accumulated(
+    worker_pool: WorkerPool,
+) -> None:
+    assert min(worker_pool.run(gradients_of_three_calls, True)) > 0.3
+    assert max(worker_pool.run(gradients_of_three_calls, False)) < 1e-5
+
+
+class Quarter(nn.Module):
+    """One of four stages: a layer, and perhaps a weight that acts on no input."""
+
+    def __init__(self, index: int, way: str) -> None:
+        """Freeze the first stage's layer, or give the second one such a weight."""
+        super().__init__()
+        self.layer, self.index, self.way = nn.Linear(4, 4), index, way
+        self.layer.requires_grad_(way == "aside" or index > 0)
+        has_aside = (way, index) == ("aside", 1)
+        self.aside = nn.Parameter(torch.ones(4)) if has_aside else None
+
+    def forward(self, x: Tensor, y: Any = None) -> Any:
+        """Map (B, 4) to (B, 4), or to two of them."""
+        x = self.layer(x).tanh()
+        if self.way == "mended" and torch.is_grad_enabled() and not x.requires_grad:
+            x = x.detach().requires_grad_()
+        y = y if self.aside is None else self.aside * torch.ones_like(x)
+        if y is None:
+            return x
+        return x + y if self.index == 3 else (x, y)
+
+
+def gradients_off(name: str, way: str) -> dict[str, float]:
+    """Step once by this schedule; how far is the gradient of each parameter off?"""
+    torch.manual_seed(0)
+    quarters, rank = [Quarter(i, way) for i in range(4)], dist.get_rank()
+    x, target = torch.randn(8, 4), torch.randn(8, 4)
+    out: Any = (x,)
+    for quarter in quarters:
+        out = quarter(*out) if isinstance(out, tuple) else quarter(out)
+    nn.functional.mse_loss(out, target).backward()
+    due: Any = [{n: p.grad for n, p in q.named_parameters()} for q in quarters]
+    own = [rank, 3 - rank] if name.startswith("ZBV") else [rank, rank + 2]
+    for quarter in quarters:
+        quarter.zero_grad()
+    stages = [PipelineStage(quarters[i], i, 4, CPU) for i in own]
+    schedule = get_schedule_class(name)(stages, 4, nn.functional.mse_loss)
+    last = target if 3 in own else None
+    schedule.step(*[x][rank:], target=last, return_outputs=False)
+    off = {}
+    for i in own:
+        for n, p in quarters[i].named_parameters():
+            if p.requires_grad:
+                found = torch.zeros_like(p) if p.grad is None else p.grad
+                off[f"{i}.{n}"] = (
+                    torch.dist(found, due[i][n]) / due[i][n].norm()
+                ).item()
+    return off
+
+
+@pytest.mark.parametrize(
+    ("way", "lost"),
+    [("frozen", {"1.layer.weight", "1.layer.bias"}), ("aside", {"1.aside"})],
+)
+def test_zero_bubble_schedules_lose_gradients_in_silence(
+    worker_pool: WorkerPool, way: str, lost: set[str]
+) -> None:
+    counted = []
+    for name, way_of_it, gone in (
+        ("Interleaved1F1B", way, set()),
+        ("InterleavedZeroBubble", way, lost),
+        ("ZBVZeroBubble", way, lost),
+        *[("ZBVZeroBubble", "mended", set())] * (way == "frozen"),
+    ):
+        by_rank = worker_pool.run(gradients_off, name, way_of_it)
+        off = by_rank[0] | by_rank[1]
+        assert {n for n in off if off[n] == 1} == gone, name
+        assert max(off[n] for n in off.keys() - gone) < 1e-5, name
+        counted.append(len(off))
+    assert counted == ([6] * 4 if way == "frozen" else [9] * 3)
+
+
+class LooksUp(nn.Module):
+    """A stage that looks up ids; the first one passes them on."""
+
+    def __init__(self, is_first: bool, way: str) -> None:
+        """Take the ids as the second argument, from every rank or from the first."""
+        super().__init__()
+        self.embedding, self.is_first, self.way = nn.Embedding(9, 4), is_first, way
+
+    def forward(self, x: Tensor, ids: Any = None) -> Any:
+        """Add the ids' rows to what comes, (B,) or (B, 4)."""
+        ids = x if ids is None else ids
+        if not self.is_first:
+            return x + self.embedding(ids)
+        found = self.embedding(ids)
+        return found if self.way == "keyword" else (found, ids)
+
+
+def step_that_looks_up(way: str) -> str:
+    """Step with ids that come in a tuple or by keyword; return the error."""
+    rank = dist.get_rank()
+    group: Any = dist.new_group(timeout=timedelta(seconds=2))
+    stage = PipelineStage(LooksUp(rank == 0, way), rank, 2, CPU, group=group)
+    schedule = script("minimal").Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss)
+    ids, target = torch.arange(8), torch.ones(8, 4) if rank else None
+    more = {"ids": ids} if way == "keyword" else {}
+    torch.use_deterministic_algorithms(True)  # memory without values holds huge ids
+    try:
+        schedule.step(*[ids][rank:], target=target, return_outputs=False, **more)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return ""
+
+
+def test_ids_that_a_later_stage_looks_up_go_by_keyword(
+    worker_pool: WorkerPool,
+) -> None:
+    waited, failed = worker_pool.run(step_that_looks_up, "tuple")
+    assert failed == "IndexError: index out of range in self" and waited
+    assert worker_pool.run(step_that_looks_up, "keyword") == ["", ""]
+
+
+def step_in_place(is_mended: bool) -> str:
+    """Step with a second stage that begins in place; return the error."""
+    rank, relu = dist.get_rank(), nn.ReLU(inplace=not is_mended)
+    group: Any = dist.new_group(timeout=timedelta(seconds=2))
+    part = nn.Sequential(*[relu][1 - rank :], nn.Linear(4, 4))
+    stage = PipelineStage(part, rank, 2, CPU, group=group)
+    schedule = script("minimal").Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss)
+    x = torch.ones(4, 4)
+    try:
+        schedule.step(*[x][rank:], target=x if rank else None, return_outputs=False)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_a_stage_that_begins_in_place_fails(worker_pool: WorkerPool) -> None:
+    waited, failed = worker_pool.run(step_in_place, False)
+    said = "a leaf Variable that requires grad is being used in an in-place operation."
+    assert failed == said and waited
+    assert worker_pool.run(step_in_place, True) == ["", ""]
+
+
 def losses_at(lengths: list[int]) -> list[tuple[float, float]]:
     """Evaluate texts of these lengths by one schedule: losses, and what is due."""
     rank, layers = dist.get_rank(), [nn.Embedding(9, 4), nn.Linear(4, 4)]
@@ -740,6 +909,48 @@ def test_a_stage_that_sends_gradients_with_other_strides_fails_before_it(
     failed, waited = worker_pool.run(step_of_a_decoder, False)
     assert failed == "input tensor has to be contiguous" and waited
     assert worker_pool.run(step_of_a_decoder, True) == ["", ""]
+
+
+class ChannelsLast(nn.Module):
+    """A stage whose activations and gradients are not contiguous."""
+
+    def __init__(self, mends: str) -> None:
+        """Build it."""
+        super().__init__()
+        self.layer: Any = nn.Conv2d(3, 3, 3)
+        self.layer.to(memory_format=torch.channels_last)
+        self.mends = mends
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, 3, H, W) to (B, 3, H - 2, W - 2)."""
+        if "in" in self.mends and x.requires_grad:
+            x.register_hook(Tensor.contiguous)
+        x = self.layer(x)
+        return x.contiguous() if "out" in self.mends else x
+
+
+def step_of_channels_last(mends: str) -> str:
+    """Step with two stages of this kind; return the error."""
+    rank = dist.get_rank()
+    group: Any = dist.new_group(timeout=timedelta(seconds=2))
+    stage = PipelineStage(ChannelsLast(mends), rank, 2, CPU, group=group)
+    schedule = script("minimal").Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss)
+    x, target = torch.ones(4, 3, 8, 8), torch.ones(4, 3, 4, 4)
+    try:
+        schedule.step(*[x][rank:], target=target if rank else None)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_channels_last_wants_contiguous_activations_and_gradients(
+    worker_pool: WorkerPool,
+) -> None:
+    for mends in ("", "in", "out"):
+        assert "input tensor has to be contiguous" in worker_pool.run(
+            step_of_channels_last, mends
+        )
+    assert worker_pool.run(step_of_channels_last, "in and out") == ["", ""]
 
 
 # --- The lessons, whole and broken. ----------

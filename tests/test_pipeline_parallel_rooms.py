@@ -1,6 +1,7 @@
 """Chapter 08, its rooms: who waits, what goes wrong, where to cut, exercises."""
 
 import contextlib
+import copy
 import functools
 import io
 import json
@@ -574,6 +575,23 @@ class NoFinalNorm(script(BALANCE, "minimal").Part):
         self.final_norm = nn.Identity()
 
 
+class Renumbered(script(BALANCE, "minimal").Part):
+    """Numbers its blocks from 0 on each stage."""
+
+    def __init__(self, *place: Any) -> None:
+        """Cut, and lose the blocks' names."""
+        super().__init__(*place)
+        self.blocks: Any = nn.ModuleList(self.blocks.values())
+
+
+class Copied(script(BALANCE, "minimal").Part):
+    """Holds copies, so that no two stages share a weight."""
+
+    def __init__(self, model: Any, *place: int) -> None:
+        """Cut a copy."""
+        super().__init__(copy.deepcopy(model), *place)
+
+
 def adam(parameters: Any, lr: float) -> torch.optim.Optimizer:
     """Step as minimal.py does by default."""
     return torch.optim.AdamW(parameters, lr=2e-3)
@@ -584,6 +602,8 @@ CUT_FAULTS: dict[str, tuple[str, str, Any]] = {
     "gradients summed": ("minimal", "Schedule1F1B", without_scaling),
     "tied gradients apart": ("minimal", "dist.all_reduce", only_of_the_world),
     "a layer is lost": ("minimal", "Part", NoFinalNorm),
+    "renumbered": ("minimal", "Part", Renumbered),
+    "copied": ("minimal", "Part", Copied),
     "hidden by Adam": ("check_minimal", "sgd", adam),
 }
 
@@ -652,6 +672,20 @@ def test_a_wrong_cut_is_noticed(worker_pool: WorkerPool, fault: str, said: str) 
     )
     if fault == "gradients summed":
         assert far and float(far[2]) == pytest.approx(float(far[1]) - 1, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [
+        ("renumbered", "stage 1: blocks.0.attention_norm.weight"),
+        ("copied", "stage 0: token_embedding.weight"),
+    ],
+)
+def test_a_part_keeps_the_models_weights_and_their_names(
+    worker_pool: WorkerPool, fault: str, where: str
+) -> None:
+    ends = worker_pool.run(end_of_cut, fault)
+    assert ends == [(f"{where} is not the model's own of that name", "")] * 2
 
 
 def test_adam_hides_gradients_eight_times_too_large(worker_pool: WorkerPool) -> None:
