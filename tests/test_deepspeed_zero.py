@@ -326,6 +326,121 @@ def moved_by_old_habits(stage: int) -> dict[str, tuple[list[bool], float, Any]]:
     return found
 
 
+class TwoLayers(torch.nn.Module):
+    """Uses two layers by a factor each; returns what a model of transformers does."""
+
+    def __init__(self) -> None:
+        """Begin with weights of 1 and of 2."""
+        super().__init__()
+        self.layers: Any = torch.nn.ModuleList(
+            torch.nn.Linear(4, 4, bias=False) for _ in range(2)
+        )
+        for weight, layer in enumerate(self.layers, start=1):
+            torch.nn.init.constant_(layer.weight, weight)
+
+    def forward(self, factors: tuple[float | None, ...]) -> dict[str, torch.Tensor]:
+        """Return a loss, whose gradients are the factors; None leaves a layer out."""
+        outputs = [
+            layer(torch.ones(1, 4)).sum() * factor
+            for layer, factor in zip(self.layers, factors, strict=True)
+            if factor is not None
+        ]
+        return {"loss": torch.stack(outputs).sum(), "logits": outputs[0]}
+
+
+def engine_for(model: Any, stage: int, adam: bool = False, **changes: Any) -> Any:
+    """Wrap a small model in DeepSpeed, without clipping; SGD has a step size of 1."""
+    prepare()["deepspeed_setup"].prepare({})
+    import deepspeed
+
+    kind: Any = torch.optim.SGD
+    settings = {"lr": 1.0}
+    if adam:
+        kind, settings = torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.5}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    optimizer = kind(model.parameters(), **settings)
+    return deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config | changes
+    )[0]
+
+
+# What a pass of each of two ranks uses of TwoLayers.
+OF_BOTH = [(1, 10), (1, 10)]
+OF_ITS_OWN, BY_0 = [(1, None), (None, 10)], [(1, 0), (0, 10)]
+OF_ONE, OTHER_BY_0 = [(1, None), (1, None)], [(1, 0), (1, 0)]
+
+
+def moved_in_all_stages(
+    *steps: list[Any], plain: bool = False, adam: bool = False, micro_batches: int = 1
+) -> list[Any]:
+    """Take steps in each stage; return how far the last one moves both layers.
+
+    A step is a list of backward passes, each of the sum of some forward passes. In
+    place of a stage's two numbers stands its error, if it ends with one.
+    """
+    from deepspeed.runtime.zero import GatheredParameters
+
+    found: list[Any] = []
+    for stage in range(4):  # in this order: stage 3 patches `linear` for good
+        model = TwoLayers()
+        weights = [layer.weight for layer in model.layers]
+        engine = engine_for(
+            model, stage, adam, gradient_accumulation_steps=micro_batches
+        )
+
+        def read(params: list[Any] = weights) -> list[float]:
+            with GatheredParameters(params):
+                return [p.mean().item() for p in params]
+
+        before = after = read()
+        try:
+            for step in steps:
+                for _ in range(micro_batches):
+                    for passes in step:
+                        losses = [
+                            engine(one[dist.get_rank()])["loss"] for one in passes
+                        ]
+                        loss = torch.stack(losses).sum()
+                        loss.backward() if plain else engine.backward(loss)
+                    engine.step()
+                before, after = after, read()
+            found.append([round(a - b, 4) for a, b in zip(before, after, strict=True)])
+        except (KeyError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+        engine.destroy()
+    return found
+
+
+def losses_of_its_own_layer() -> list[float]:
+    """Return this rank's loss in each stage; each rank uses a layer of its own."""
+    found = []
+    for stage in range(4):
+        engine = engine_for(TwoLayers(), stage)
+        found.append(engine(OF_ITS_OWN[dist.get_rank()])["loss"].item())
+        engine.destroy()
+    return found
+
+
+def norm_of_transformers(plain: bool) -> list[float]:
+    """Return the norm of the gradient of four equal micro-batches, in stages 1 to 3."""
+    tokens, found = torch.arange(8)[None], []
+    for stage in (1, 2, 3):
+        model = prepare()["qwen"].small_model()
+        engine = engine_for(model, stage, gradient_accumulation_steps=4)
+        for _ in range(4):
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            loss.backward() if plain else engine.backward(loss)
+            engine.step()
+        found.append(engine.get_global_grad_norm())
+        engine.destroy()
+    return [float(norm) for norm in found]
+
+
 def load_checkpoints(folder: str) -> tuple[Any, ...]:
     """Load where nothing is, and what was saved with a state of one's own."""
     modules = prepare()
@@ -1257,6 +1372,85 @@ def test_plain_backward_does_what_the_engines_does(
     refused = zero_pools(2).run(plain_backward_moves, 0, precision, 1, world_size=2)
     words = "Direct calls to tensor.backward() are not supported in this configuration"
     assert [one.startswith(words) for one in refused] == [True] * 2
+
+
+WRONG_GRADIENTS = """\
+one process | layer 0 moves by 0.5, layer 1 by 5.0
+stage 1     | layer 0 moves by 5.5, layer 1 by 5.5
+stage 2     | layer 0 moves by 5.5, layer 1 by 5.5
+stage 3     | layer 0 moves by 2.75, layer 1 by 2.75
+"""
+
+
+def test_gradients_of_different_layers_are_averaged_with_each_other(
+    zero_pools: Pools,
+) -> None:
+    run, model = zero_pools(2).run, TwoLayers()
+    torch.stack([model(factors)["loss"] for factors in OF_ITS_OWN]).mean().backward()
+    one_process = [layer.weight.grad.mean().item() for layer in model.layers]
+    moved, other = run(moved_in_all_stages, [[OF_ITS_OWN]])
+    assert moved == other and moved[0] == one_process
+    names = ["one process", "stage 1", "stage 2", "stage 3"]
+    assert WRONG_GRADIENTS.splitlines() == [
+        f"{name:11} | layer 0 moves by {first}, layer 1 by {second}"
+        for name, (first, second) in zip(names, moved, strict=True)
+    ]
+    assert run(moved_in_all_stages, [[BY_0]]) == [[[0.5, 5.0]] * 4] * 2
+    # Stage 3 gathers the one half of each layer's weights, 1 and 2.
+    first, second = run(losses_of_its_own_layer)
+    assert first == [16, 16, 16, 24] and second == [320, 320, 320, 240]
+
+
+def test_stage_3_takes_the_gradient_of_a_layer_that_rests_again(
+    zero_pools: Pools,
+) -> None:
+    run, rests = zero_pools(2).run, [[1, 0]] * 3
+    took = run(moved_in_all_stages, [[OF_BOTH]], [[OF_ONE]])
+    assert took == [[*rests, [1, 10]]] * 2
+    took = run(moved_in_all_stages, [[OF_BOTH]], [[OTHER_BY_0]])
+    assert took == [[*rests, [1, 0]]] * 2
+
+
+def test_a_layer_that_is_never_used_decays_under_deepspeed(zero_pools: Pools) -> None:
+    run = partial(zero_pools(2).run, partial(moved_in_all_stages, adam=True))
+    # By the learning rate times the weight decay times the weight of 2.
+    assert run([[OF_ONE]]) == [[[0.15, 0.1]] * 4] * 2
+    model = TwoLayers()
+    adam = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    model(OF_ONE[0])["loss"].backward()
+    adam.step()
+    weights = [layer.weight.mean().item() for layer in model.layers]
+    assert weights == pytest.approx([1 - 0.15, 2])
+
+
+def test_two_backwards_before_a_step_lose_the_first_in_stages_1_and_2(
+    zero_pools: Pools,
+) -> None:
+    run, tens = zero_pools(2).run, [(10, 100), (10, 100)]
+    two = run(moved_in_all_stages, [[OF_BOTH], [tens]])
+    assert two == [[[11, 110], [10, 100], [10, 100], [11, 110]]] * 2
+    assert run(moved_in_all_stages, [[OF_BOTH, tens]]) == [[[11, 110]] * 4] * 2
+
+
+TWO_FORWARDS = "KeyError: 0"
+
+
+def test_plain_backward_divides_once_for_each_output(zero_pools: Pools) -> None:
+    run, plain = zero_pools(2).run, partial(moved_in_all_stages, plain=True)
+    of_four = {"micro_batches": 4}
+    assert (
+        run(partial(moved_in_all_stages, **of_four), [[OF_BOTH]]) == [[[1, 10]] * 4] * 2
+    )
+    (refused, *moved), _ = run(partial(plain, **of_four), [[OF_BOTH]])
+    assert refused.startswith("RuntimeError: Direct calls to tensor.backward() are")
+    # The first layer's output is an output of the model, as the loss is.
+    assert moved == [[0.25, 10], [0.25, 10], [1, 10]]
+    assert run(plain, [[OF_BOTH]]) == [[refused, *[[1, 10]] * 3]] * 2
+    failed = run(plain, [[OF_BOTH, OF_BOTH]])
+    assert failed == [[refused, *[TWO_FORWARDS] * 3]] * 2
+    right, wrong = (run(norm_of_transformers, plain)[0] for plain in (False, True))
+    shorter = [b / a for a, b in zip(right, wrong, strict=True)]
+    assert shorter == pytest.approx([1 / 4, 1 / 4, 1], rel=1e-3)
 
 
 @pytest.mark.slow
