@@ -441,6 +441,106 @@ def norm_of_transformers(plain: bool) -> list[float]:
     return [float(norm) for norm in found]
 
 
+class Penalised(torch.nn.Linear):
+    """Adds a penalty on its weights in its own forward pass, if it is told to."""
+
+    def forward(self, input: torch.Tensor, penalty: float = 0.0) -> torch.Tensor:
+        """Return a loss."""
+        return super().forward(input).sum() + penalty * self.weight.square().sum()
+
+
+def gradient_with_penalty(stage: int, where: str) -> float | str:
+    """Add the square of the weights to a loss; return the gradient, or the error."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    weight = (model := Penalised(4, 4, bias=False)).weight
+    torch.nn.init.constant_(weight, 3.0)
+    engine, whole = engine_for(model, stage), partial(GatheredParameters, [weight])
+    loss = engine(torch.ones(1, 4), 1.0 if where == "in forward" else 0.0)
+    try:
+        with contextlib.ExitStack() as stack:
+            if where == "gathered":
+                stack.enter_context(whole())
+            if where == "gathered, not for backward":
+                with whole():
+                    loss = loss + weight.square().sum()
+            elif where != "in forward":
+                loss = loss + weight.square().sum()
+            engine.backward(loss)
+        engine.step()
+    except RuntimeError as error:
+        return str(error)
+    with whole():
+        return 3.0 - weight.mean().item()
+
+
+class Scaled(torch.nn.Linear):
+    """Multiplies its result by a parameter, as a model that learns a temperature."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        """Begin with a factor of 1; the shape is that of its parameter."""
+        super().__init__(4, 4)
+        self.scale = torch.nn.Parameter(torch.ones(shape))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return a loss."""
+        return (super().forward(input) * self.scale).sum()
+
+
+def number_as_a_parameter(shape: tuple[int, ...]) -> list[str]:
+    """Train a factor of this shape in each stage; return the errors."""
+    found = []
+    for stage in range(4):
+        try:
+            engine = engine_for(Scaled(shape), stage)
+            engine.backward(engine(torch.ones(1, 4)))
+            engine.step()
+            engine.destroy()
+            found.append("")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def norm_in_bf16(mend: str) -> list[str]:
+    """Train a BatchNorm in bf16 in each stage; return the error, or its buffers'."""
+    found = []
+    for stage in range(4):
+        norm: Any = torch.nn.BatchNorm1d(4)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), norm)
+        settings: dict[str, Any] = {"bf16": ON}
+        if mend == "autocast":
+            settings = {"torch_autocast": {**ON, "dtype": "bfloat16"}}
+        if mend == "cast":
+            norm.bfloat16()
+        engine = engine_for(model, stage, **settings)
+        inputs = torch.randn(8, 4).to(next(model.parameters()).dtype)
+        try:
+            engine.backward(engine(inputs).float().square().mean())
+            engine.step()
+            found.append(str(norm.running_mean.dtype))
+        except RuntimeError as error:
+            found.append(str(error))
+        engine.destroy()
+    return found
+
+
+def consolidate_stage_0(folder: str) -> str:
+    """Consolidate a checkpoint of stage 0; return the error. Its weights are whole."""
+    model = torch.nn.Linear(4, 4)
+    engine_for(model, 0).save_checkpoint(folder, "saved")
+    from deepspeed.utils import zero_to_fp32
+
+    assert not Path(folder, "zero_to_fp32.py").exists()
+    saved = torch.load(f"{folder}/saved/mp_rank_00_model_states.pt")
+    assert torch.equal(saved["module"]["weight"], model.weight)
+    try:
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
+    except TypeError as error:
+        return f"TypeError: {error}"
+    return ""
+
+
 def load_checkpoints(folder: str) -> tuple[Any, ...]:
     """Load where nothing is, and what was saved with a state of one's own."""
     modules = prepare()
@@ -1451,6 +1551,63 @@ def test_plain_backward_divides_once_for_each_output(zero_pools: Pools) -> None:
     right, wrong = (run(norm_of_transformers, plain)[0] for plain in (False, True))
     shorter = [b / a for a, b in zip(right, wrong, strict=True)]
     assert shorter == pytest.approx([1 / 4, 1 / 4, 1], rel=1e-3)
+
+
+PENALTY = """\
+Function PowBackward0 returned an invalid gradient at index 0 - \
+got [0] but expected shape compatible with [4, 4]
+The size of tensor a (4) must match the size of tensor b (0) at non-singleton \
+dimension 1
+"""
+
+
+@pytest.mark.parametrize(
+    "where", ["in forward", "gathered", "outside", "gathered, not for backward"]
+)
+def test_a_penalty_on_weights_needs_them_whole_in_backward(
+    zero_pools: Pools, where: str
+) -> None:
+    outside, in_part = PENALTY.splitlines()
+    # The layer's own gradient is 1, and the penalty's is 2 times the weight of 3.
+    last = {"outside": outside, "gathered, not for backward": in_part}.get(where, 7.0)
+    for stage, expected in enumerate([7.0, 7.0, 7.0, last]):
+        found = zero_pools(2).run(gradient_with_penalty, stage, where)
+        assert found == [expected] * 2
+
+
+WITHOUT_A_DIMENSION = (
+    "self.dim() cannot be 0 to view Float as Byte (different element sizes)"
+)
+
+
+def test_a_parameter_needs_a_dimension(zero_pools: Pools) -> None:
+    run = zero_pools(2).run
+    assert run(number_as_a_parameter, ()) == [[WITHOUT_A_DIMENSION] * 4] * 2
+    assert run(number_as_a_parameter, (1,)) == [[""] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("mend", "said"),
+    [
+        ("", "expected scalar type BFloat16 but found Float"),
+        ("autocast", "torch.float32"),
+        ("cast", "torch.bfloat16"),
+    ],
+)
+def test_batch_norm_in_bf16_needs_autocast_or_buffers_in_bf16(
+    zero_pools: Pools, mend: str, said: str
+) -> None:
+    assert zero_pools(2).run(norm_in_bf16, mend) == [[said] * 4] * 2
+
+
+NOT_OF_ZERO = "TypeError: 'NoneType' object is not iterable"
+
+
+def test_zero_to_fp32_reads_no_checkpoint_of_stage_0(
+    zero_pools: Pools, tmp_path: Path
+) -> None:
+    said = zero_pools(1).run(consolidate_stage_0, str(tmp_path), world_size=1)
+    assert said == [NOT_OF_ZERO]
 
 
 @pytest.mark.slow
