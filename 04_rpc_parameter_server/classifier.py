@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +34,12 @@ logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
 
 class EagerSGD(torch.optim.SGD):
     """SGD under a name of which `DistributedOptimizer` has no compiled copy."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Step, and forget: a weight that the next batch misses would step again."""
+        loss = super().step(closure)
+        self.zero_grad()
+        return loss
 
 
 class Table(nn.EmbeddingBag):

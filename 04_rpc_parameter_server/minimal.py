@@ -4,6 +4,7 @@ Run: torchrun --nproc-per-node=3 04_rpc_parameter_server/minimal.py
 Expect: falling losses, those of one process that takes the same batches.
 """
 
+import logging
 import warnings
 from itertools import islice
 from typing import Any
@@ -18,13 +19,22 @@ from torch.distributed.optim import DistributedOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from classifier import load_samples  # yours
+# Yours: `samples.batches` yields (indices, offsets, labels) of one trainer, for ever.
+from classifier import load_samples
 
 ROWS, WIDTH, EPOCHS, BATCH_SIZE, LR = 2**15, 32, 2, 32, 0.1
+# It would warn in each process that `EagerSGD` may be slow.
+logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
 
 
 class EagerSGD(torch.optim.SGD):
     """SGD under a name of which `DistributedOptimizer` has no compiled copy."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Step, and forget: a weight that the next batch misses would step again."""
+        loss = super().step(closure)
+        self.zero_grad()
+        return loss
 
 
 class HybridModel(nn.Module):
@@ -58,6 +68,8 @@ def train_with_server(table: RemoteModule) -> dict[str, torch.Tensor]:
     samples, _ = load_samples(ROWS)
     batches = samples.batches(BATCH_SIZE, rank, trainers)
     steps = len(samples) // (BATCH_SIZE * trainers)
+    if not steps:
+        raise ValueError(f"{len(samples)} samples are too few for one step of all")
     for epoch in range(EPOCHS):
         total = torch.zeros(())
         for indices, offsets, labels in islice(batches, steps):

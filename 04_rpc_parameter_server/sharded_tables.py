@@ -31,7 +31,8 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> torch.Tensor:
         """Send each part's gradient back to the rank that the part came from."""
-        return AllToAll.forward(ctx, gradients[0])
+        # Owners add up what the ranks send. DDP takes the mean: an n-th of each.
+        return AllToAll.forward(ctx, gradients[0] / dist.get_world_size())
 
 
 class ShardedTable(nn.Module):
@@ -70,10 +71,7 @@ def train_sharded(batches: list[Batch], rows: int) -> tuple[HybridModel, list[fl
     table = ShardedTable(draw_shard(rows, dist.get_rank(), dist.get_world_size()))
     dense = nn.parallel.DistributedDataParallel(dense_part())
     model, losses = HybridModel(table, dense), []
-    # DDP takes the mean of the ranks' gradients; the table adds them up. An n-th of the
-    # rate makes a mean of that. (Adagrad and SparseAdam ignore scale: same rate.)
-    of_table = {"params": table.parameters(), "lr": LR / table.world_size}
-    optimizer = torch.optim.SGD([of_table, {"params": dense.parameters(), "lr": LR}])
+    optimizer = torch.optim.SGD(model.parameters(), LR)
     for indices, offsets, labels in batches:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(indices, offsets), labels)

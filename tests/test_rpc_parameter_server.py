@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from launch import ROOT, Result, free_port, python, torchrun
+from launch import ROOT, LaunchTimeout, Result, free_port, python, torchrun
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -610,6 +610,36 @@ def test_one_file_trains_as_one_process_does(tmp_path: Path) -> None:
     assert len(errors) == 7
     assert max(errors) < 1e-5
     assert (saved["table.weight"] - start).abs().max() > 1e-2
+
+
+BACKWARD = "                dist_autograd.backward(context_id, [loss])\n"
+LOOKUP = "                _ = model.table.forward(indices, offsets)\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "backward",
+    [
+        BACKWARD + BACKWARD.replace("loss", "model(indices, offsets).sum()"),
+        LOOKUP + BACKWARD,
+    ],
+    ids=["two backwards", "a lookup for the log"],
+)
+def test_what_is_looked_up_in_a_context_is_waited_for(
+    tmp_path: Path, backward: str
+) -> None:
+    changed = minimal_with(tmp_path, BACKWARD, backward)
+    with pytest.raises(LaunchTimeout) as hung:
+        torchrun(changed, nproc=3, cwd=tmp_path, timeout=60)
+    assert "epoch" not in hung.value.output and "Error" not in hung.value.output
+
+
+@pytest.mark.slow
+def test_too_few_samples_for_a_step_are_an_error(tmp_path: Path) -> None:
+    changed = minimal_with(tmp_path, "2**15, 32, 2, 32, 0.1", "2**15, 32, 2, 5000, 0.1")
+    result = torchrun(changed, nproc=3, cwd=tmp_path, timeout=60)
+    assert result.returncode == 1
+    assert "4776 samples are too few for one step of all" in result.output
 
 
 @pytest.mark.slow
