@@ -25,6 +25,8 @@ from worker_pool import WorkerPool
 from zero_ranks import Pools, forget_earlier_group
 
 ROOM, CLASSIFIER = "05_deepspeed_zero/huggingface", "SequenceClassification"
+PARAMS = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
+IN_CONFIG = {"type": "AdamW", "params": PARAMS}
 
 
 # --- What runs on each rank. ----------
@@ -72,6 +74,8 @@ def run_room_script(script: str, mistake: str = "") -> tuple[int, str]:
             stack.enter_context(
                 mock.patch.object(DeepSpeedZeroOptimizer, "average_tensor", keep)
             )
+        elif mistake == "norms decay too":
+            stack.enter_context(mock.patch.dict(module.CONFIG, optimizer=IN_CONFIG))
         elif mistake == "the object is gone before the model is loaded":
             import transformers.integrations
 
@@ -210,6 +214,83 @@ def first_step_of_trainer(
         saved = {path.name for path in Path(folder, "saved").glob("*")}
     module.AcceleratorState._reset_state(reset_partial_state=True)
     return FirstStep([log["loss"] / due[0], log["grad_norm"] / due[1]], saved)
+
+
+def decay_under_trainer(samples: int = 48, drops: bool = False, **more: Any) -> Any:
+    """Train with much weight decay; return norms, rates, samples and the optimizer.
+
+    A norm is 1 at first, and Adam alone moves it by 4 % at most. Of the optimizer it
+    returns its groups' weight decay and its class.
+    """
+    forget_earlier_group()
+    module: Any = load_chapter(ROOM)["with_trainer"]
+    module.prepare(module.CONFIG)
+    told = functools.partial(module.TrainingArguments, dataloader_drop_last=drops)
+    config = module.CONFIG | more
+    values = {"CONFIG": config, "TrainingArguments": told, "SAMPLES": samples}
+    with mock.patch.multiple(module, **values, RATE=1e-2, DECAY=10.0):
+        trainer, _, seen = module.train_with_trainer(True)
+    *log, _ = trainer.state.log_history
+    names = trainer.model.named_parameters()
+    norms = [p.mean().item() for name, p in names if "norm" in name]
+    optimizer = trainer.model_wrapped.optimizer.optimizer
+    rates = [step["learning_rate"] for step in log]
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    return norms, rates, seen, decays, type(optimizer).__name__
+
+
+def adam_of_trainer(**more: Any) -> str:
+    """Return the class of the optimizer that accelerate gives to DeepSpeed."""
+    from accelerate.state import AcceleratorState
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    # It would be compiled now.
+    compiles = mock.Mock(side_effect=NotImplementedError)
+    with mock.patch.object(DeepSpeedCPUAdam, "__init__", compiles):
+        try:
+            return decay_under_trainer(**more)[-1]
+        except NotImplementedError:
+            return "DeepSpeedCPUAdam"
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def evaluate_with_trainer(use_cpu: bool) -> tuple[float, list[float]]:
+    """Return Trainer's `eval_loss` of padded samples, 2 at a time on a rank.
+
+    And the mean over batches of 2, 4 and all 12, each the mean over its tokens.
+    """
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    forget_earlier_group()
+    modules: Any = load_chapter(ROOM)
+    modules["with_trainer"].prepare({})
+    model, numbers = modules["qwen"].small_model().eval(), torch.arange(12)
+    rows = torch.randint(1, 256, (12, 16), generator=torch.Generator().manual_seed(0))
+    # The later a sample comes, the shorter it is.
+    labels = rows.masked_fill(torch.arange(16) > 15 - numbers[:, None], -100)
+    due = []
+    for count in (2, 4, 12):
+        batches = zip(rows.split(count), labels.split(count), strict=True)
+        with torch.no_grad():
+            losses = [model(input_ids=x, labels=y).loss.item() for x, y in batches]
+        due.append(sum(losses) / len(losses))
+    pairs = zip(rows, labels, strict=True)
+    dataset: Any = [{"input_ids": row, "labels": label} for row, label in pairs]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            use_cpu=use_cpu,
+            per_device_eval_batch_size=2,
+            report_to=[],
+            dataloader_pin_memory=False,
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model, arguments, eval_dataset=dataset)
+        trainer.remove_callback(PrinterCallback)
+        found = trainer.evaluate()["eval_loss"]
+    modules["with_trainer"].AcceleratorState._reset_state(reset_partial_state=True)
+    return found, due
 
 
 def save_with_accelerate(folder: str, stage: int, gathers: bool) -> str:
@@ -357,6 +438,55 @@ def test_a_classifier_s_gradients_are_too_large_under_trainer(
     step = functools.partial(first_step_of_trainer, **zero)
     found = zero_pools(2).run(step, kind, mends, steps, world_size=2)
     assert [pytest.approx(of.times, rel=1e-4) for of in found] == [[factor] * 2] * 2
+
+
+@pytest.mark.parametrize("is_in_config", [False, True])
+def test_an_optimizer_in_the_config_lets_norms_decay_under_trainer(
+    zero_pools: Pools, is_in_config: bool
+) -> None:
+    config = {"optimizer": IN_CONFIG} if is_in_config else {}
+    job = functools.partial(decay_under_trainer, **config)
+    (norms, rates, _, decays, _), (other, *_) = zero_pools(2).run(job, world_size=2)
+    assert decays == ([10] if is_in_config else [10, 0])
+    assert norms == other and len(norms) == 5
+    assert max(norms) < 0.8 if is_in_config else min(norms) > 0.95
+    # What is logged is the rate of the step before, or of the one to come.
+    first = 1 if is_in_config else 0
+    assert rates == pytest.approx([1e-2 * (1 - (i + first) / 6) for i in range(6)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forces", [True, False])
+def test_accelerate_replaces_trainer_s_adam_if_it_is_offloaded(
+    zero_pools: Pools, forces: bool
+) -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    more: Any = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": forces}
+    job = functools.partial(adam_of_trainer, **more)
+    name = "DeepSpeedCPUAdam" if forces else "AdamW"
+    assert zero_pools(2).run(job, world_size=2) == [name] * 2
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_trainer_fills_the_last_batch_with_samples_from_the_start(
+    zero_pools: Pools, drops: bool
+) -> None:
+    job = functools.partial(decay_under_trainer, samples=52, drops=drops)
+    ends = zero_pools(2).run(job, world_size=2)
+    seen = [number for _, _, of_rank, *_ in ends for number in of_rank]
+    twice = {number for number in seen if seen.count(number) == 2}
+    assert (len(seen), len(set(seen))) == ((48, 48) if drops else (56, 52))
+    assert len(twice) == len(seen) - len(set(seen))
+
+
+def test_trainer_s_eval_loss_depends_on_the_number_of_ranks(zero_pools: Pools) -> None:
+    run = functools.partial(zero_pools(2).run, evaluate_with_trainer, world_size=2)
+    (one, due), (other, _) = run(False)  # each rank believes that it is alone
+    (two, _), (again, _) = run(True)
+    assert one == other and two == again
+    assert [one, two] == pytest.approx(due[:2], rel=1e-5)
+    apart = [abs(a - b) for a, b in itertools.combinations(due, 2)]
+    assert len(apart) == 3 and min(apart) > 1e-3
 
 
 @pytest.mark.slow
@@ -561,6 +691,7 @@ def test_from_pretrained_fills_shards(zero_pools: Pools) -> None:
         ("with_accelerate", "nothing is loaded"),
         ("with_trainer", "nobody tells Trainer of the CPU"),
         ("with_trainer", "each rank keeps its own gradients"),
+        ("with_trainer", "norms decay too"),
         ("from_pretrained", "the object is gone before the model is loaded"),
     ],
 )

@@ -29,7 +29,6 @@ CONFIG: dict[str, Any] = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "bf16": {"enabled": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
     "zero_optimization": {
         "stage": 3,
         "stage3_gather_16bit_weights_on_model_save": True,  # save_model needs it
@@ -48,6 +47,7 @@ def arguments_for(options: argparse.Namespace) -> TrainingArguments:
         gradient_accumulation_steps=2,
         num_train_epochs=options.epochs,
         learning_rate=1e-3,
+        weight_decay=0.1,
         lr_scheduler_type="cosine",
         warmup_steps=2,
         eval_strategy="epoch",

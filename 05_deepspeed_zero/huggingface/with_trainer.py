@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from torch.optim.lr_scheduler import LinearLR
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from deepspeed_setup import join, leave, prepare
@@ -22,10 +21,9 @@ CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
     "zero_optimization": {"stage": 2},
 }
-SAMPLES = 48  # 12 batches: for 2, 3, 4 or 6 ranks equally many
+RATE, DECAY, SAMPLES = 1e-3, 0.5, 48  # 12 batches: for 2, 3, 4 or 6 ranks equally many
 
 
 def train_with_trainer(use_cpu: bool) -> tuple[Any, str, list[int]]:
@@ -43,16 +41,15 @@ def train_with_trainer(use_cpu: bool) -> tuple[Any, str, list[int]]:
             use_cpu=use_cpu,
             per_device_train_batch_size=4,
             num_train_epochs=1,
-            report_to=[],
+            learning_rate=RATE,
+            weight_decay=DECAY,
             logging_steps=1,
             save_strategy="no",
             dataloader_pin_memory=torch.accelerator.is_available(),
             disable_tqdm=True,
         )
         dataset = [torch.full((16,), number) for number in range(SAMPLES)]
-        trainer = Trainer(
-            small_model(), arguments, train_dataset=dataset, data_collator=collate
-        )
+        trainer = Trainer(small_model(), arguments, collate, dataset)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     engine = type(trainer.model_wrapped).__name__
@@ -61,11 +58,13 @@ def train_with_trainer(use_cpu: bool) -> tuple[Any, str, list[int]]:
     return trainer, believes, seen
 
 
-def train_alone(batches: list[list[int]]) -> list[tuple[float, float]]:
-    """Take Trainer's steps on whole batches; return losses and gradient norms."""
+def train_alone(batches: list[list[int]]) -> list[tuple[float, float, float]]:
+    """Take Trainer's steps: norms and biases do not decay. Return what it logs."""
     model = small_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.0)
-    schedule = LinearLR(optimizer, 1.0, 0.0, total_iters=len(batches))
+    decays = [(p, DECAY if p.ndim > 1 else 0.0) for p in model.parameters()]
+    groups = [{"params": p, "weight_decay": decay} for p, decay in decays]
+    optimizer = torch.optim.AdamW(groups, lr=RATE)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, len(batches))
     found = []
     for numbers in batches:
         rows = torch.tensor(numbers)[:, None].expand(-1, 16)
@@ -74,8 +73,8 @@ def train_alone(batches: list[list[int]]) -> list[tuple[float, float]]:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
+        found.append((loss.item(), norm.item(), schedule.get_last_lr()[0]))
         schedule.step()
-        found.append((loss.item(), norm.item()))
     return found
 
 
@@ -84,7 +83,8 @@ def equals_one_process(trainer: Any, seen: list[list[int]]) -> bool:
     starts = range(0, len(seen[0]), 4)
     batches = [[n for of_rank in seen for n in of_rank[i : i + 4]] for i in starts]
     *log, _ = trainer.state.log_history  # the last is a summary
-    logged = torch.tensor([(step["loss"], step["grad_norm"]) for step in log])
+    kinds = ("loss", "grad_norm", "learning_rate")
+    logged = torch.tensor([[step[kind] for kind in kinds] for step in log])
     return logged.allclose(torch.tensor(train_alone(batches)), rtol=1e-5)
 
 
@@ -102,7 +102,7 @@ def main() -> None:
         is_right = believes == f"DeepSpeedEngine in {len(seen)} process(es)"
         is_once = sorted(numbers) == list(range(SAMPLES))
         is_right &= is_once and equals_one_process(trainer, seen)
-    check(is_right, "the last way: DeepSpeed, one process's losses and gradient norms")
+    check(is_right, "the last way: DeepSpeed, one process's losses, norms and rates")
     leave()
 
 
