@@ -192,6 +192,21 @@ def steps_of_ddp() -> list[float]:
     return [step_of_ddp(512), step_of_ddp(512, fused=True)]
 
 
+def buffer_under_deepspeed() -> list[tuple[torch.dtype, int]]:
+    """Return a buffer's type and size in each stage, training in bf16."""
+    device, sized, found = set_up(), module("sized_qwen"), []
+    for stage in range(4):
+        model = sized.new_model(128, 1)
+        model.register_buffer("mask", torch.zeros(1000))
+        few = sized.buckets_for(10_000, 128)
+        engine = sized.make_engine(model, stage, "bf16", few)
+        buffer = engine.module.get_buffer("mask")
+        assert buffer.device.type == device.type
+        found.append((buffer.dtype, buffer.numel()))
+        engine.destroy()
+    return found
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
     """Return warm workers of this file's own: DeepSpeed remembers how many ranks."""
@@ -902,8 +917,16 @@ def test_qwen2_on_two_cards_of_32_gb_fits_from_stage_1_on() -> None:
     fit = module("will_it_fit")
     for tokens, answer in {2048: ["no", "yes", "yes", "yes"], 8192: ["no"] * 4}.items():
         job = fit.job_of_shape("1.5B", tokens=tokens)
-        lines = fit.breakdown(job, 2, 32e9)[1:]
-        assert [line.split()[-2] for line in lines] == answer
+        unit, lines = fit.breakdown(job, 2, 32e9)
+        assert [line.split()[-2] for line in lines[1:]] == answer and unit == "GB"
+
+
+def test_a_small_job_is_shown_in_megabytes() -> None:
+    fit = module("will_it_fit")
+    for bucket, unit, state in ((5e6, "MB", "120.00"), (500_000_000, "GB", "0.12")):
+        job = fit.Job([10_000_000], None, bucket=bucket, activations=0)
+        found, lines = fit.breakdown(job, 1, 32e9)
+        assert found == unit and [line.split()[4] for line in lines[1:]] == [state] * 4
 
 
 def test_whether_it_fits_is_decided_by_the_larger_peak() -> None:
@@ -1040,7 +1063,9 @@ def test_own_model_is_counted_without_memory(
     values = plane + 80 + (image + plane + 16 + 16 if trained else 0)
     rank = module("peak").rank_bytes(job, 2, 2)
     assert rank["activations"] == pytest.approx(values * wide, rel=1e-3)
-    whole = wide * (sum(head) + sum(body))
+    # Running mean and variance, and how often.
+    assert job.buffers == 2 * 16 * 4 + 8
+    whole = wide * (sum(head) + sum(body)) + job.buffers
     assert rank["parameters"] == pytest.approx(whole, abs=2 * wide)
     # No machine has the memory for this one.
     (tmp_path / "huge.py").write_text(
@@ -1049,6 +1074,22 @@ def test_own_model_is_counted_without_memory(
     )
     huge = module("will_it_fit").job_of_module(f"{tmp_path / 'huge.py'}:build")
     assert huge.sizes == [10**14, 10**7] and huge.activations == 9 * 10**7 * 2
+
+
+def test_buffers_are_whole_and_in_float32_on_every_rank(pool: WorkerPool) -> None:
+    by_rank = pool.run(buffer_under_deepspeed, world_size=RANKS)
+    assert by_rank == [[(torch.float32, 1000)] * 4] * RANKS
+    peak = module("peak")
+    job = peak.Job([1000], None, bucket=7, activations=0)
+    for stage in range(4):
+        found = peak.rank_bytes(job, stage, RANKS)
+        more = peak.rank_bytes(job._replace(buffers=4000), stage, RANKS)
+        for kind in ("parameters", "step", "need"):
+            assert more[kind] == found[kind] + 4000
+    job = job._replace(offload="all", buffers=4000)
+    more = peak.rank_bytes(job, 3, RANKS)
+    assert more["parameters"] == 4000
+    assert more["host"] == peak.rank_bytes(job._replace(buffers=0), 3, RANKS)["host"]
 
 
 def test_own_model_s_activations_are_what_is_counted(tmp_path: Path) -> None:
@@ -1077,6 +1118,10 @@ def test_what_is_no_model_of_one_s_own_is_refused_in_a_line(
         + "build_less = lambda: 1\nlossless = lambda: (build()[0], lambda: None)\n"
         "def outside():\n    model, x = build()[0], torch.zeros(8, 3, 32, 32)\n"
         "    return model, lambda: model(x).sum()\n"
+        "def item():\n    model, loss = build()\n"
+        "    return model, lambda: loss() * loss().item()\n"
+        "def nonzero():\n    model, loss = build()\n"
+        "    return model, lambda: loss() + torch.ones(3).nonzero().sum()\n"
         "def cut_off():\n    model, loss = build()\n"
         "    return model, torch.no_grad()(loss)\n"
     )
@@ -1090,22 +1135,21 @@ def test_what_is_no_model_of_one_s_own_is_refused_in_a_line(
         f"{own}:build_less": "TypeError: cannot unpack",
         f"{own}:lossless": "the second function returns no loss",
         f"{own}:cut_off": "the second function returns no loss",
+        f"{own}:item": "its code depends on values, as .item() or nonzero(): aten._l",
+        f"{own}:nonzero": "its code depends on values, as .item() or nonzero(): aten.n",
         f"{own}:outside": "Please convert all Tensors to FakeTensors",
         f"{own.with_name('none.py')}:build": "FileNotFoundError",
         f"{own.with_name('frozen.py')}:head": "none of the model's parameters",
     }
-    assert len(refused) == 7
+    assert len(refused) == 9
     for place, what in refused.items():
         words = {"module": place, "model": None, "ranks": 2, "memory": 80}
         with pytest.raises(SystemExit) as error:
             fit.main(SimpleNamespace(**words, **settings))
         torch.set_default_dtype(torch.float32)
         said = f"{error.value}{capsys.readouterr().err}"
-        assert (
-            what in said
-            and "half_frozen, inputs made in the loss" in said
-            and place in said
-        )
+        hint = "half_frozen, inputs made in the loss" in said
+        assert what in said and place in said and hint == ("its code" not in what)
 
 
 def test_stage_0_is_brought_down_by_no_number_of_ranks() -> None:

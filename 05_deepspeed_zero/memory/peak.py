@@ -100,6 +100,7 @@ class Job(NamedTuple):
     micro_batches: int = 1  # whose gradients a step adds up
     frozen: tuple[int, ...] = ()  # values in each tensor that is not trained
     activations: int | None = None  # bytes, if they have been counted
+    buffers: int = 0  # bytes of what the model keeps and does not train, as a mask
 
 
 def activation_bytes(job: Job) -> int:
@@ -154,6 +155,7 @@ def rank_bytes(job: Job, stage: int, world_size: int) -> dict[str, float]:
     # A frozen tensor is a weight and nothing else. Only stage 3 divides it.
     divided = world_size if stage == 3 else 1
     found["parameters"] += each.weight * sum(-(-n // divided) for n in job.frozen)
+    found["parameters"] += job.buffers  # whole on every rank
     small = each.weight * sum(n for n in job.frozen if n <= job.threshold)
     whole = each.weight * (total + sum(job.frozen))
     gathered = min(added["gathered"] + small + job.live * each.weight, whole)
@@ -175,8 +177,8 @@ def rank_bytes(job: Job, stage: int, world_size: int) -> dict[str, float]:
         step = found["optimizer"] = 0
         found["gradients"] *= stage < 2
     if job.offload == "all":
-        host += found["parameters"]
-        found["parameters"] = 0
+        host += found["parameters"] - job.buffers
+        found["parameters"] = job.buffers
     need = max(sum(found.values()), step)
     return {**found, "step": step, "need": need, "host": host, "count": count}
 

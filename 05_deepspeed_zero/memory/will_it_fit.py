@@ -1,7 +1,8 @@
 """Will it fit? What training a model of any size takes on a rank, allocating nothing.
 
 Run: python 05_deepspeed_zero/memory/will_it_fit.py --shape=1.5B --ranks=2 --memory=32
-Expect: for each stage the GB of each kind on a rank, its need, and whether that fits.
+Expect: for each stage the GB or MB of each kind on a rank, its need, and whether that
+    fits.
 """
 
 import argparse
@@ -15,6 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from peak import ADAMS, Job, fewest_ranks, rank_bytes
@@ -58,8 +63,8 @@ def half_frozen() -> tuple[nn.Module, Callable]:
 def job_of_module(place: str, precision: str = "bf16", **settings: Any) -> Job:
     """Describe the training of your own model; `place` is FILE.py:FUNCTION.
 
-    The function returns a module and a function that computes a loss with it. Buffers
-    are not counted.
+    The function returns a module and a function that computes a loss with it. What
+    activation checkpointing computes again in backward is not counted.
     """
     file, _, function = place.rpartition(":")
     site.addsitedir(str(Path(file).parent))  # what it imports may lie beside it
@@ -97,27 +102,39 @@ def job_of_module(place: str, precision: str = "bf16", **settings: Any) -> Job:
     if loss is None or not loss.requires_grad:
         raise ValueError("the second function returns no loss of the model's")
     counted: Any = {"frozen": tuple(frozen), "activations": sum(kept.values())}
+    # DeepSpeed casts parameters only: buffers stay in float32.
+    counted["buffers"] = sum(
+        b.numel() * (4 if b.is_floating_point() else b.element_size())
+        for b in model.buffers()
+    )
     return Job(trained, None, precision, **settings, **counted)
 
 
-def breakdown(job: Job, world_size: int, memory: float) -> list[str]:
-    """Return a line for each stage: GB by kind on one rank, and whether they fit."""
+def breakdown(job: Job, world_size: int, memory: float) -> tuple[str, list[str]]:
+    """Return GB, or MB for a small job, and a line for each stage in that unit.
+
+    A line has the bytes of each kind on one rank, and says whether they fit.
+    """
     last = ("step", "need") if job.offload == "none" else ("need", "host")
     columns = (*KINDS, *last)
     heads = "".join(f"{KINDS.get(column, column):>7}" for column in columns)
-    lines = [f"stage   Adam's count{heads}  fits  from"]
+    lines, found = [f"stage   Adam's count{heads}  fits  from"], {}
     for stage in range(4):
         try:
-            found = rank_bytes(job, stage, world_size)
+            found[stage] = rank_bytes(job, stage, world_size)
         except ValueError as error:
             lines.append(f"{stage:5}  {error}")
-            continue
-        amounts = [found[column] / 1e9 for column in columns]
+    largest = max(
+        (of[column] for of in found.values() for column in columns), default=0
+    )
+    unit, in_bytes = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
+    for stage, of in found.items():
+        amounts = [of[column] / in_bytes for column in columns]
         row = "".join(f"{x:7.0f}" if x >= 1000 else f"{x:7.2f}" for x in amounts)
-        fits = "yes" if found["need"] <= memory else "no"
+        fits = "yes" if of["need"] <= memory else "no"
         ranks = fewest_ranks(job, stage, memory) or "never"
-        lines.append(f"{stage:5} {found['count']:14,}{row}{fits:>6}{ranks:>6}")
-    return lines
+        lines.append(f"{stage:5} {of['count']:14,}{row}{fits:>6}{ranks:>6}")
+    return unit, lines
 
 
 def main(options: argparse.Namespace) -> None:
@@ -134,6 +151,9 @@ def main(options: argparse.Namespace) -> None:
         try:
             name = options.module.rpartition(":")[2]
             job = job_of_module(options.module, **settings)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            what = f"depends on values, as .item() or nonzero(): {error.func}"
+            fail(f"--module {options.module}: its code {what}; here tensors have none")
         except Exception as error:  # of the reader's own code
             what = f"{type(error).__name__}: {error}".split("\n")[0]
             expected = (
@@ -149,8 +169,9 @@ def main(options: argparse.Namespace) -> None:
             fail(f"--model {options.model}: no causal model there: {str(error)[:60]!r}")
     count = f"{sum(job.sizes) + sum(job.frozen):,} parameters"
     count += f", {sum(job.frozen):,} of them frozen," if job.frozen else ""
-    print(f"{name}: {count} on {options.ranks} rank(s), GB")
-    print("\n".join(breakdown(job, options.ranks, options.memory * 1e9)))
+    unit, lines = breakdown(job, options.ranks, options.memory * 1e9)
+    print(f"{name}: {count} on {options.ranks} rank(s), {unit}")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":
@@ -160,6 +181,7 @@ if __name__ == "__main__":
     options = {k: {"choices": v, "default": v[0]} for k, v in words.items()}
     for name in ("ranks", "memory", "tokens", "bucket", "micro_batches"):
         options[name] = {"type": number(1, 1 << 40), "default": amounts[name]}
+    options["bucket"]["type"] = number(1.0, 1e12)  # 5e6 too
     options["tokens"] |= {"default": None, "help": "at a time on a rank; else 2048"}
     options["shape"] = {"choices": SHAPES, "help": "1.5B, if you give no model"}
     options["model"] = {"metavar": "PATH_OR_NAME", "help": "a checkpoint's config"}
