@@ -67,14 +67,12 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     if stages > len(model.blocks):  # yours
         raise SystemExit(f"{len(model.blocks)} block(s) cannot make {stages} stages")
     parts: list[Any] = [Part(model, i, stages) for i in range(stages)]
-    whole = dict(model.named_parameters(remove_duplicate=False))
+    owned, named = set(model.parameters()), {}
     holders: dict[Tensor, Any] = {}  # the stages of each parameter
     for i, one in enumerate(parts):
         for name, p in one.named_parameters():
-            if whole.get(name) is not p:  # it would be saved under a wrong name
-                raise SystemExit(
-                    f"stage {i}: {name} is not the model's own of that name"
-                )
+            if p not in owned or named.setdefault(name, p) is not p:
+                raise SystemExit(f"stage {i}: {name} is a copy, or two have this name")
             holders[p] = (*holders.get(p, ()), i)
     part, last = parts[rank], stages - 1
     device = torch.device("cpu")  # unless each local rank can have a GPU of its own

@@ -1523,6 +1523,21 @@ def test_a_layer_that_is_never_used_decays_under_deepspeed(zero_pools: Pools) ->
     assert weights == pytest.approx([1 - 0.15, 2])
 
 
+def test_a_layer_used_times_0_goes_on_by_adams_moments(zero_pools: Pools) -> None:
+    run = partial(zero_pools(2).run, partial(moved_in_all_stages, adam=True))
+    took = run([[OF_BOTH]], [[OTHER_BY_0]])
+    model = TwoLayers()
+    adam = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for factors in (OF_BOTH[0], OTHER_BY_0[0]):
+        before = [layer.weight.mean().item() for layer in model.layers]
+        adam.zero_grad()
+        model(factors)["loss"].backward()
+        adam.step()
+    after = [layer.weight.mean().item() for layer in model.layers]
+    due = [a - b for a, b in zip(before, after, strict=True)]
+    assert took == [[pytest.approx(due, abs=1e-4)] * 4] * 2 and due[1] > 0.15
+
+
 def test_two_backwards_before_a_step_lose_the_first_in_stages_1_and_2(
     zero_pools: Pools,
 ) -> None:

@@ -803,6 +803,33 @@ def test_ids_that_a_later_stage_looks_up_go_by_keyword(
     assert worker_pool.run(step_that_looks_up, "keyword") == ["", ""]
 
 
+class Scales(nn.Module):
+    """A stage that multiplies."""
+
+    def forward(self, x: Tensor, factors: Tensor) -> Tensor:
+        """Multiply (B, D) by a factor for each of D columns, (D, 1)."""
+        return x * factors.flatten()
+
+
+def scaled_by_two_factors() -> Any:
+    """Run two micro-batches of two columns through a stage that scales each."""
+    rank, part = dist.get_rank(), Scales()
+    pipeline = script("minimal").Schedule1F1B(PipelineStage(part, rank, 2, CPU), 2)
+    with torch.no_grad():
+        out = pipeline.eval(
+            *[torch.ones(4, 2)][rank:], factors=torch.tensor([[1.0], [2.0]])
+        )
+    return out.tolist() if rank else None
+
+
+def test_a_keyword_without_samples_is_cut_as_well(worker_pool: WorkerPool) -> None:
+    # One process gives [1, 4] for every sample: each column has its factor, twice.
+    assert worker_pool.run(scaled_by_two_factors) == [
+        None,
+        [[1.0, 1.0], [1.0, 1.0], [4.0, 4.0], [4.0, 4.0]],
+    ]
+
+
 def step_in_place(is_mended: bool) -> str:
     """Step with a second stage that begins in place; return the error."""
     rank, relu = dist.get_rank(), nn.ReLU(inplace=not is_mended)

@@ -685,7 +685,7 @@ def test_a_part_keeps_the_models_weights_and_their_names(
     worker_pool: WorkerPool, fault: str, where: str
 ) -> None:
     ends = worker_pool.run(end_of_cut, fault)
-    assert ends == [(f"{where} is not the model's own of that name", "")] * 2
+    assert ends == [(f"{where} is a copy, or two have this name", "")] * 2
 
 
 def test_adam_hides_gradients_eight_times_too_large(worker_pool: WorkerPool) -> None:
