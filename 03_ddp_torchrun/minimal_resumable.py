@@ -85,7 +85,7 @@ def main() -> None:
         first_epoch = saved["epoch"]
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-    for _ in range(first_epoch * steps // EPOCHS):  # of this number of ranks
+    for _ in range(first_epoch * steps // EPOCHS):  # as these ranks count them
         schedule.step()
     dist.all_gather_object(seen := [0] * world_size, first_epoch)
     if len(set(seen)) > 1:

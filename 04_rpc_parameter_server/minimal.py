@@ -5,6 +5,7 @@ Expect: falling losses, those of one process that takes the same batches.
 """
 
 import logging
+import os
 import warnings
 from itertools import islice
 from typing import Any
@@ -103,6 +104,10 @@ def be_server(trainers: list[str]) -> None:
 
 def main() -> None:
     """Be the server or a trainer, which answers calls until all are done."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise SystemExit(
+            "start a server and a trainer: torchrun --nproc-per-node=2 ..."
+        )
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -99,7 +99,7 @@ def main() -> None:
         raise SystemExit(f"move {path} away: {str(e).splitlines()[-1]}") from e
     for group, lr in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = lr
-    for _ in range(first_epoch * len(loader)):  # of this number of ranks
+    for _ in range(first_epoch * len(loader)):  # as these ranks count them
         schedule.step()
     if dist.get_rank() == 0:
         print(f"{mesh.size()} ranks on {device}: {first_epoch} of {EPOCHS} epochs done")

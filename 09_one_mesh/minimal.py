@@ -107,7 +107,7 @@ def main() -> None:
         states.set_optimizer_state_dict(model, adam, run["adam"])
     for group, lr in zip(adam.param_groups, rates, strict=True):
         group["lr"] = lr
-    for _ in range(run["epoch"] * len(loader)):  # of this number of ranks
+    for _ in range(run["epoch"] * len(loader)):  # as these ranks count them
         schedule.step()
     if dist.get_rank() == 0:
         print(f"{shape} ranks on {device}: {run['epoch']} of {EPOCHS} epochs done")

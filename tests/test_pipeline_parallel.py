@@ -630,31 +630,36 @@ def test_batch_norm_counts_a_micro_batch_of_no_values(
     assert ends == [(counted, True), (counted, False)]
 
 
-def gradients_with_ignored_labels(reduction: str) -> float:
-    """Step with labels of which each micro-batch ignores others; how far is it off?"""
+def gradients_with_unequal_labels(reduction: str, weights: list[float]) -> float:
+    """Step with labels of unequal weight, some ignored; how far is the gradient off?"""
     rank, layers = dist.get_rank(), [nn.Linear(4, 4), nn.Linear(4, 4)]
     torch.manual_seed(0)
     for layer in layers:
         nn.init.normal_(layer.weight)
     x, labels = torch.randn(8, 4), torch.tensor([1, 0, 2, -100, 3, 0, -100, -100])
-    nn.functional.cross_entropy(nn.Sequential(*layers)(x), labels).backward()
+    weight = torch.tensor(weights)
+    score = functools.partial(nn.functional.cross_entropy, weight=weight)
+    score(nn.Sequential(*layers)(x), labels).backward()
     due = layers[rank].weight.grad
     assert due is not None
     layers[rank].zero_grad()
-    loss = functools.partial(nn.functional.cross_entropy, reduction=reduction)
+    loss = functools.partial(score, reduction=reduction)
     stage, averages = PipelineStage(layers[rank], rank, 2, CPU), reduction == "mean"
     pipeline = script("minimal").Schedule1F1B(stage, 2, loss, scale_grads=averages)
     target = labels if rank else None
     pipeline.step(*[x][rank:], target=target, return_outputs=False)
     found = layers[rank].weight.grad
     assert found is not None
-    found = found if averages else found / (labels != -100).sum()
+    found = found if averages else found / weight[labels[labels != -100]].sum()
     return (torch.dist(found, due) / due.norm()).item()
 
 
-def test_labels_to_ignore_are_counted_over_the_batch(worker_pool: WorkerPool) -> None:
-    assert min(worker_pool.run(gradients_with_ignored_labels, "mean")) > 0.01
-    assert max(worker_pool.run(gradients_with_ignored_labels, "sum")) < 1e-5
+@pytest.mark.parametrize("weights", [[1.0] * 4, [1.0, 2.0, 5.0, 0.5]])
+def test_labels_that_count_are_counted_over_the_batch(
+    worker_pool: WorkerPool, weights: list[float]
+) -> None:
+    assert min(worker_pool.run(gradients_with_unequal_labels, "mean", weights)) > 0.01
+    assert max(worker_pool.run(gradients_with_unequal_labels, "sum", weights)) < 1e-5
 
 
 def gradients_of_three_calls(averages: bool) -> float:
@@ -721,10 +726,12 @@ def gradients_off(name: str, way: str) -> dict[str, float]:
     nn.functional.mse_loss(out, target).backward()
     due: Any = [{n: p.grad for n, p in q.named_parameters()} for q in quarters]
     own = [rank, 3 - rank] if name.startswith("ZBV") else [rank, rank + 2]
+    own = [rank] if name == "1F1B" else own  # of four ranks
     for quarter in quarters:
         quarter.zero_grad()
     stages = [PipelineStage(quarters[i], i, 4, CPU) for i in own]
-    schedule = get_schedule_class(name)(stages, 4, nn.functional.mse_loss)
+    of_rank: Any = stages if len(stages) > 1 else stages[0]
+    schedule = get_schedule_class(name)(of_rank, 4, nn.functional.mse_loss)
     last = target if 3 in own else None
     schedule.step(*[x][rank:], target=last, return_outputs=False)
     off = {}
@@ -747,17 +754,19 @@ def test_zero_bubble_schedules_lose_gradients_in_silence(
 ) -> None:
     counted = []
     for name, way_of_it, gone in (
+        ("1F1B", way, set()),
         ("Interleaved1F1B", way, set()),
         ("InterleavedZeroBubble", way, lost),
         ("ZBVZeroBubble", way, lost),
         *[("ZBVZeroBubble", "mended", set())] * (way == "frozen"),
     ):
-        by_rank = worker_pool.run(gradients_off, name, way_of_it)
-        off = by_rank[0] | by_rank[1]
+        ranks = 4 if name == "1F1B" else 2
+        by_rank = worker_pool.run(gradients_off, name, way_of_it, world_size=ranks)
+        off = {name: far for one in by_rank for name, far in one.items()}
         assert {n for n in off if off[n] == 1} == gone, name
         assert max(off[n] for n in off.keys() - gone) < 1e-5, name
         counted.append(len(off))
-    assert counted == ([6] * 4 if way == "frozen" else [9] * 3)
+    assert counted == ([6] * 5 if way == "frozen" else [9] * 4)
 
 
 class LooksUp(nn.Module):

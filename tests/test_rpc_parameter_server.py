@@ -613,25 +613,45 @@ def test_one_file_trains_as_one_process_does(tmp_path: Path) -> None:
 
 
 BACKWARD = "                dist_autograd.backward(context_id, [loss])\n"
-LOOKUP = "                _ = model.table.forward(indices, offsets)\n"
+ENTER = "            with dist_autograd.context() as context_id:\n"
+MORE = "model(indices, offsets).sum()"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "backward",
+    ("old", "new", "waits"),
     [
-        BACKWARD + BACKWARD.replace("loss", "model(indices, offsets).sum()"),
-        LOOKUP + BACKWARD,
+        (BACKWARD, BACKWARD + BACKWARD.replace("loss", MORE), True),
+        (BACKWARD, BACKWARD.replace("loss", f"loss + 0 * {MORE}"), False),
+        (BACKWARD, f"                {MORE}\n{BACKWARD}", True),
+        (ENTER, f"            {MORE}\n{ENTER}", False),
     ],
-    ids=["two backwards", "a lookup for the log"],
+    ids=["two backwards", "of the sum", "a lookup for the log", "outside"],
 )
 def test_what_is_looked_up_in_a_context_is_waited_for(
-    tmp_path: Path, backward: str
+    tmp_path: Path, old: str, new: str, waits: bool
 ) -> None:
-    changed = minimal_with(tmp_path, BACKWARD, backward)
+    changed = minimal_with(tmp_path, old, new)
+    text = changed.read_text().replace("2, 32, 0.1", "1, 1000, 0.1")  # two steps
+    changed.write_text(text)
+    if not waits:
+        assert torchrun(changed, nproc=3, cwd=tmp_path, timeout=120).returncode == 0
+        return
     with pytest.raises(LaunchTimeout) as hung:
         torchrun(changed, nproc=3, cwd=tmp_path, timeout=60)
     assert "epoch" not in hung.value.output and "Error" not in hung.value.output
+
+
+@pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "1"}])
+def test_a_server_without_a_trainer_is_refused_in_a_line(
+    environment: dict[str, str],
+) -> None:
+    minimal = load_chapter(CHAPTER)["minimal"]
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        pytest.raises(SystemExit, match="start a server and trainers: torchrun --np"),
+    ):
+        minimal.main()
 
 
 @pytest.mark.slow

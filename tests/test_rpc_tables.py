@@ -1,6 +1,7 @@
 """The table on several servers, what a lookup costs, and the table with no server."""
 
 import contextlib
+import copy
 import importlib
 import io
 import json
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -486,24 +488,82 @@ def test_only_sums_are_sharded(pool: WorkerPool, mode: str) -> None:
     assert pool.run(looked_up_by, mode, world_size=2) == [due] * 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "ignores"),
-    [("Adagrad", True), ("SparseAdam", True), ("SGD", False)],
-)
-def test_some_optimizers_ignore_the_scale_of_gradients(
-    kind: str, ignores: bool
-) -> None:
-    ends = []
-    for scale in (1, 3):
-        torch.manual_seed(0)
-        table = torch.nn.EmbeddingBag(8, 4, mode="sum", sparse=True)
-        optimizer = getattr(torch.optim, kind)(table.parameters(), lr=0.1)
-        for step in range(5):
-            optimizer.zero_grad()
-            (scale * table(torch.tensor([[step, 3]])).square().sum()).backward()
+def small_parts(is_sparse: bool) -> tuple[Any, Any, Any, Any]:
+    """Make a sharded table of 8 rows with a dense part, and both for one process."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    whole, dense = torch.randn(8, 4), torch.nn.Linear(4, 3)
+    table = SHARDED.ShardedTable(whole[rank::n].clone())
+    table.own.sparse = is_sparse
+    bag = torch.nn.EmbeddingBag.from_pretrained(
+        whole.clone(), False, mode="sum", sparse=is_sparse
+    )
+    ddp = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(dense))
+    return table, ddp, bag, dense
+
+
+def apart_by(kind: str, is_sparse: bool, settings: dict[str, float]) -> float:
+    """Train both for six steps by a schedule, one group each; return the distance."""
+    table, ddp, bag, dense = small_parts(is_sparse)
+    rank, n = dist.get_rank(), dist.get_world_size()
+    ours = [*table.parameters(), *ddp.parameters()]
+    alone = [*bag.parameters(), *dense.parameters()]
+    optimizers = [getattr(torch.optim, kind)(p, 0.1, **settings) for p in (ours, alone)]
+    cycle = partial(
+        torch.optim.lr_scheduler.OneCycleLR,
+        max_lr=0.2,
+        total_steps=7,
+        cycle_momentum=False,
+    )
+    schedules = [cycle(one) for one in optimizers]
+    offsets, score = torch.tensor([0, 3]), torch.nn.functional.cross_entropy
+    for _ in range(6):
+        rows, labels = torch.randint(8, (n, 6)), torch.randint(3, (n, 2))
+        score(ddp(table(rows[rank], offsets)), labels[rank]).backward()
+        each = [score(dense(bag(rows[r], offsets)), labels[r]) for r in range(n)]
+        torch.stack(each).mean().backward()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
-        ends.append(table.weight.detach())
-    assert torch.allclose(*ends, rtol=1e-4, atol=1e-5) == ignores
+            optimizer.zero_grad()
+            schedule.step()
+    alone[0] = alone[0][rank::n]
+    pairs = zip(ours, alone, strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_sparse", "settings"),
+    [
+        ("SGD", True, {"momentum": 0.9}),
+        ("SGD", False, {"weight_decay": 0.1}),
+        ("AdamW", False, {"weight_decay": 0.1}),
+        ("Adagrad", True, {}),
+    ],
+    ids=["momentum", "weight decay", "AdamW", "Adagrad"],
+)
+def test_one_group_steps_shards_and_dense_part(
+    pool: WorkerPool, kind: str, is_sparse: bool, settings: dict[str, float]
+) -> None:
+    apart = pool.run(apart_by, kind, is_sparse, settings, world_size=2)
+    assert max(apart) < 1e-5 and len(apart) == 2
+
+
+def clipped_with_a_shard(is_sparse: bool) -> float | str:
+    """Clip as one would without shards; return the norm, or the error."""
+    table, ddp, *_ = small_parts(is_sparse)
+    ddp(table(torch.tensor([0, 2, 5]), torch.tensor([0]))).sum().backward()
+    try:
+        parameters = [*table.parameters(), *ddp.parameters()]
+        return torch.nn.utils.clip_grad_norm_(parameters, 1.0).item()
+    except NotImplementedError as error:
+        return str(error)
+
+
+def test_ranks_with_shards_clip_by_norms_of_their_own(pool: WorkerPool) -> None:
+    first, second = pool.run(clipped_with_a_shard, False, world_size=2)
+    assert abs(first - second) > 0.01
+    for said in pool.run(clipped_with_a_shard, True, world_size=2):
+        assert "aten::linalg_vector_norm" in said and "SparseCPU" in said
 
 
 # What a lookup costs.
