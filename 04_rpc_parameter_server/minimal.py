@@ -105,9 +105,7 @@ def be_server(trainers: list[str]) -> None:
 def main() -> None:
     """Be the server or a trainer, which answers calls until all are done."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        raise SystemExit(
-            "start a server and a trainer: torchrun --nproc-per-node=2 ..."
-        )
+        raise SystemExit("start a server and trainers: torchrun --nproc-per-node=3")
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     rank, world_size = dist.get_rank(), dist.get_world_size()
