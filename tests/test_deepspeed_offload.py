@@ -294,7 +294,7 @@ def test_with_clipping_bf16_losses_differ_since_the_norm_is_rounded(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_with_clipping_and_only_then_last_bits_differ_in_every_stage(
+def test_with_clipping_and_only_then_last_bits_may_differ_in_every_stage(
     zero_pools: Pools, stage: int
 ) -> None:
     apart = []
@@ -302,7 +302,10 @@ def test_with_clipping_and_only_then_last_bits_differ_in_every_stage(
         call = (weights_by_offload, stage, clipping)
         found, _ = zero_pools(2).run(*call, world_size=2)
         apart.append(torch.dist(found["nothing"], found["host"]).item())
-    assert len(apart) == 2 and apart[0] == 0 < apart[1] < 1e-3
+    assert len(apart) == 2 and apart[0] == 0 <= apart[1] < 1e-3
+    # In stages 1 and 2 both norms are sums in fp64, added up and rooted by other calls:
+    # whether a bit of 20 norms differs hangs on the processor's matrix kernels.
+    assert apart[1] > 0 or stage < 3
 
 
 def rows_of(text: str) -> tuple[dict[str, float], dict[str, float]]:
