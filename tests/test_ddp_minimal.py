@@ -10,6 +10,7 @@ import re
 import runpy
 import shutil
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,9 +81,25 @@ def train(
     return {name: value.clone() for name, value in saved.items()}, output.getvalue()
 
 
+@functools.cache
+def in_one_process(
+    optimizer: str = "", clips: bool = False, **sizes: Any
+) -> tuple[dict[str, torch.Tensor], str]:
+    """Train in one process: a worker does so once for all tests that compare with it.
+
+    `optimizer` names another one than the script's, as `made_by` makes it.
+    """
+    if not optimizer:
+        return train("one_process", **sizes)
+    by = made_by(optimizer)
+    one = partial(clipping, by) if clips else by
+    with mock.patch.object(torch.optim, "AdamW", lambda p, lr: one(p)):
+        return train("one_process", **sizes)
+
+
 def both_ways(chapter: str) -> tuple[float, str, str, int]:
     """Train in one process, then on all ranks; return how far apart they end."""
-    alone, said_alone = train("one_process")
+    alone, said_alone = in_one_process()
     together, said = train("minimal", chapter=chapter)
     apart = [(together[name] - alone[name]).abs().max().item() for name in together]
     return max(apart, default=0.0), said_alone, said, len(apart)
@@ -840,10 +857,14 @@ def rates_in_shards(folder: str, chapter: str, script: str, kind: str) -> list[f
     return rates
 
 
-@pytest.mark.parametrize("kind", ["StepLR", "SequentialLR"])
 @pytest.mark.parametrize(
-    ("chapter", "script", "ranks"),
-    [("06_fsdp", "minimal_resumable", 2), ("09_one_mesh", "minimal", 4)],
+    ("chapter", "script", "ranks", "kind"),
+    [
+        ("06_fsdp", "minimal_resumable", 2, "StepLR"),
+        ("06_fsdp", "minimal_resumable", 2, "SequentialLR"),
+        pytest.param("09_one_mesh", "minimal", 4, "StepLR", marks=pytest.mark.slow),
+        ("09_one_mesh", "minimal", 4, "SequentialLR"),
+    ],
 )
 def test_any_schedule_goes_on_in_shards_too(
     worker_pool: WorkerPool,
@@ -1331,8 +1352,8 @@ def test_two_axes_train_as_fsdp_does_and_take_up_each_other_s_shards(
         "",
         BF16,
         LARGE,
-        "a sampler of all ranks",
         "gradients not clipped",
+        pytest.param("a sampler of all ranks", marks=pytest.mark.slow),
         pytest.param("Adam's state lost", marks=pytest.mark.slow),
         pytest.param("the order of samples", marks=pytest.mark.slow),
     ],
@@ -1457,6 +1478,12 @@ FAULTS: dict[str, tuple[str, Any]] = {
 }
 
 
+def made_by(optimizer: str) -> Callable[..., torch.optim.Optimizer]:
+    """Return what makes AdamW or SGD, with a rate that suits it."""
+    lr = {"AdamW": 2e-3, "SGD": 0.1}[optimizer]
+    return partial(getattr(torch.optim, optimizer), lr=lr)
+
+
 MAX_NORM = 0.5  # the first steps' norms are larger
 
 
@@ -1491,12 +1518,9 @@ def in_stages(
     wrong factor of a gradient shows, which AdamW hides.
     """
     module: Any = load_chapter(PIPELINE)["minimal"]
-    lr = {"AdamW": 2e-3, "SGD": 0.1}[optimizer]
-    by = partial(getattr(torch.optim, optimizer), lr=lr)
+    by = made_by(optimizer)
+    alone, said_alone = in_one_process(optimizer, clips, **sizes)
     with contextlib.ExitStack() as stack:
-        one = partial(clipping, by) if clips else by
-        with mock.patch.object(torch.optim, "AdamW", lambda p, lr: one(p)):
-            alone, said_alone = train("one_process", **sizes)
         chosen = mock.patch.object(torch.optim, "AdamW", lambda p, lr: by(p))
         stack.enter_context(chosen)
         if clips:
@@ -1807,7 +1831,7 @@ def with_zero(folder: str, stage: int, lost: str) -> tuple[float, str, str, int]
 
     The weights are those that all ranks together have saved.
     """
-    alone, said_alone = train("one_process")
+    alone, said_alone = in_one_process()
     forget_earlier_group()
     module: Any = load_apart()
     from deepspeed.utils import zero_to_fp32

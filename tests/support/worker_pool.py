@@ -57,6 +57,7 @@ CONSEQUENCES = (
 # All workers are forked from one process, which has imported these for them.
 FORKS = multiprocessing.get_context("forkserver")
 IMPORTED = ["torch.distributed.nn", "torch._dynamo", "deepspeed"]
+IMPORTED += ["deepspeed.runtime.zero.muon.muon_optimizer"]
 IMPORTED += ["transformers.models.qwen2.modeling_qwen2"]
 if sys.platform == "linux":  # elsewhere some libraries do not survive a fork
     FORKS.set_forkserver_preload(IMPORTED)
