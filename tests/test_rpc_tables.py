@@ -286,6 +286,29 @@ def clipped_in_a_context() -> list[float]:
     return [norm.item(), weight.item()]
 
 
+NO_TASK = "graphTask_ INTERNAL ASSERT FAILED"
+
+
+def went_back_by_plain_backward() -> list[Any]:
+    """Call a server outside a context, then in one; let plain `backward` go back.
+
+    Return the gradient of a weight that only this process uses, whether it knows one
+    of the weight that it sent, and what the second says.
+    """
+    here, sent = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    returned = rpc.rpc_sync("server0", torch.add, args=(sent, 1))
+    (here + returned).sum().backward()
+    assert here.grad is not None
+    found: list[Any] = [here.grad.item(), sent.grad]
+    with dist_autograd.context():
+        returned = rpc.rpc_sync("server0", torch.add, args=(sent, 1))
+        try:
+            (here + returned).sum().backward()
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
 def set_rate(optimizer: rpc.RRef, rate: float) -> None:
     """Set the rate of an optimizer that lives here."""
     optimizer.local_value().optim.param_groups[0]["lr"] = rate
@@ -333,6 +356,7 @@ def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
             "by Adagrad": [moved_by_adagrad(trainers) for trainers in (1, 2, 3)],
             "clipped": clipped_in_a_context(),
             "two rates": stepped_at_two_rates(),
+            "plain": went_back_by_plain_backward(),
             "ways": use_every_way(batches),
             "table": train_with_servers(),
         }
@@ -432,6 +456,13 @@ def test_a_rate_is_set_at_each_owner(session: dict[str, Any]) -> None:
 
 def test_clipping_sees_no_gradient_of_a_context(session: dict[str, Any]) -> None:
     assert session["clipped"] == [0, -1]
+
+
+def test_plain_backward_does_not_reach_a_server(session: dict[str, Any]) -> None:
+    # Outside a context without a word, and in one with an error.
+    here, sent, said = session["plain"]
+    assert (here, sent) == (1, None)
+    assert said.startswith(NO_TASK)
 
 
 def test_servers_and_shards_end_with_the_table_of_one_process(
