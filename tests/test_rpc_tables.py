@@ -309,6 +309,23 @@ def went_back_by_plain_backward() -> list[Any]:
     return found
 
 
+def is_training(module: rpc.RRef) -> bool:
+    """Tell in which mode a module is that lives here."""
+    return module.local_value().training
+
+
+def evaluated_model() -> list[bool]:
+    """Put a model whose dropout lives on a server in eval mode; tell both modes."""
+    remote = SPLIT.RemoteModule("server0", torch.nn.Dropout, (0.5,))
+    model = torch.nn.Sequential(remote, torch.nn.Dropout(0.5)).eval()
+    there = remote.get_module_rref()
+    asked = rpc.rpc_sync(there.owner(), is_training, args=(there,))
+    # This is how to reach it.
+    there.rpc_sync().eval()
+    again = rpc.rpc_sync(there.owner(), is_training, args=(there,))
+    return [model[1].training, asked, again]
+
+
 def set_rate(optimizer: rpc.RRef, rate: float) -> None:
     """Set the rate of an optimizer that lives here."""
     optimizer.local_value().optim.param_groups[0]["lr"] = rate
@@ -357,6 +374,7 @@ def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
             "clipped": clipped_in_a_context(),
             "two rates": stepped_at_two_rates(),
             "plain": went_back_by_plain_backward(),
+            "modes": evaluated_model(),
             "ways": use_every_way(batches),
             "table": train_with_servers(),
         }
@@ -463,6 +481,10 @@ def test_plain_backward_does_not_reach_a_server(session: dict[str, Any]) -> None
     here, sent, said = session["plain"]
     assert (here, sent) == (1, None)
     assert said.startswith(NO_TASK)
+
+
+def test_eval_does_not_reach_a_module_on_a_server(session: dict[str, Any]) -> None:
+    assert session["modes"] == [False, True, False]
 
 
 def test_servers_and_shards_end_with_the_table_of_one_process(
