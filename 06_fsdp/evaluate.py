@@ -40,6 +40,7 @@ def validation_loss(model: Any, samples: WindowDataset, device: torch.device) ->
         total += torch.stack([loss * len(mine), loss.new_tensor(len(mine))])
     for module in training:  # a frozen part may have been in eval() before
         module.training = True
+    model.reshard()  # the root: without a backward pass it would stay whole
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 
@@ -55,7 +56,7 @@ def gathered_once(model: Any) -> Iterator[None]:
         for block in model.blocks:
             block.set_reshard_after_forward(True)
             block.reshard()
-        model.reshard()  # the root: without a backward pass it would stay whole
+        model.reshard()
 
 
 def main() -> None:

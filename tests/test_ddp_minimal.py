@@ -22,6 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor import _redistribute
@@ -725,6 +726,7 @@ def modes_around(chapter: str, script: str, name: str) -> list[list[bool]]:
     model = minimal.GPT(minimal.GPTConfig(**SMALL))
     if chapter.startswith("06"):  # whose GPT returns logits
         model = load_chapter(chapter)["model"].GPT(minimal.GPTConfig(**SMALL))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     samples = minimal.WindowDataset(minimal.load_text(None, 128)[1], 128, 4)
     if script == "recipe":  # which trains a model of transformers on tokens
         model, samples = load_chapter(chapter)["qwen"].small_model(), torch.arange(256)

@@ -1,6 +1,8 @@
 """Chapter 06: DTensors, FSDP2 and distributed checkpoints, held against one process."""
 
 import contextlib
+import copy
+import functools
 import importlib
 import io
 import json
@@ -955,6 +957,224 @@ def test_a_method_that_uses_weights_is_registered(
 ) -> None:
     found = worker_pool.run(embedded_by_a_method, file_of_weights)
     assert len(found) == 2 and found[0][1] and found[1][1]
+
+
+CHANGES = ("freeze", "unfreeze", "init", "swap", "step")
+
+
+def changed_after_an_evaluation(change: str, by: str) -> float:
+    """Train, evaluate, change the root, train; return how far from one process.
+
+    The evaluation is the lesson's, or a forward pass, perhaps with `reshard()`.
+    """
+    modules, rank = load_chapter(CHAPTER), dist.get_rank()
+    lesson: Any = modules["evaluate"]
+    samples = lesson.WindowDataset(lesson.load_text(None, 128)[1], 128, 4)
+    torch.manual_seed(0)
+    sharded: Any = modules["model"].GPT(small_gpt())
+    plain: Any = copy.deepcopy(sharded)
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (*sharded.blocks, sharded):
+        fully_shard(module, mesh=mesh)
+
+    def evaluate(model: Any) -> None:
+        if model is sharded and by == "the lesson":
+            lesson.validation_loss(model, samples, torch.device("cpu"))
+        elif model is sharded:
+            with torch.no_grad():
+                model(samples.batch([0])[0])
+            if by == "reshard":
+                model.reshard()
+
+    for model in (sharded, plain):
+        mine = range(4) if model is plain else range(2 * rank, 2 * rank + 2)
+        inputs, labels = samples.batch(mine)
+        model.final_norm.requires_grad_(change != "unfreeze")
+        weights = list(model.parameters())  # as a script has them that averages
+        optimizer = torch.optim.SGD(weights, lr=0.5)
+        for step in range(4):
+            model(inputs, labels).backward()
+            if step == 1 and change == "step":
+                evaluate(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1 and change != "step":
+                evaluate(model)
+                model.final_norm.requires_grad_(change != "freeze")
+                with torch.no_grad():
+                    if change == "init":
+                        nn.init.zeros_(model.final_norm.weight)
+                    for weight in weights if change == "swap" else []:
+                        weight.mul_(0.5)
+                    if change == "swap":
+                        model(inputs)
+    sharded.reshard()
+    pairs = zip(sharded.parameters(), plain.parameters(), strict=True)
+    return max((p.full_tensor() - q).abs().max().item() for p, q in pairs)
+
+
+@pytest.mark.parametrize("by", ["the lesson", "reshard", "forward alone"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_root_stays_whole_after_an_evaluation_until_reshard(
+    worker_pool: WorkerPool, change: str, by: str
+) -> None:
+    apart = worker_pool.run(changed_after_an_evaluation, change, by)
+    assert len(apart) == 2
+    for distance in apart:
+        assert distance > 1e-3 if by == "forward alone" else distance < 1e-5
+
+
+def loaded_after_an_evaluation(reshard: bool, broadcast: bool) -> str | list[float]:
+    """Load a whole file into a root that was evaluated; return the weights, or why."""
+    model: Any = nn.Linear(2, 2, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    if reshard:
+        model.reshard()
+    weights = {"weight": torch.full((2, 2), 3.0)}
+    if broadcast and dist.get_rank():
+        weights = {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    try:
+        set_model_state_dict(model, weights, options=options)
+    except RuntimeError as error:
+        return str(error)
+    return model.weight.full_tensor().flatten().tolist()
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_whole_file_is_loaded_into_shards_not_into_a_gathered_root(
+    worker_pool: WorkerPool, broadcast: bool
+) -> None:
+    said = worker_pool.run(loaded_after_an_evaluation, False, broadcast)
+    mixed = "aten.copy_.default got mixed torch.Tensor and DTensor, need to convert"
+    assert [mixed in str(text) for text in said] == [True] * 2, said
+    loaded = worker_pool.run(loaded_after_an_evaluation, True, broadcast)
+    assert loaded == [[3.0] * 4] * 2
+
+
+def refused_copy() -> str:
+    """Copy a sharded model; return what is said."""
+    model: Any = nn.Linear(2, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    copies = [p.detach().clone() for p in model.parameters()]
+    assert [type(one) for one in copies] == [DTensor] * 2
+    with pytest.raises(AssertionError) as error:
+        copy.deepcopy(model)
+    return str(error.value)
+
+
+def test_a_sharded_model_is_not_deep_copied(worker_pool: WorkerPool) -> None:
+    said = "FSDP does not support deepcopy. Please use state dict for serialization."
+    assert worker_pool.run(refused_copy) == [said] * 2
+
+
+# --- Parameters that only some ranks use. ----------
+
+
+class Routed(nn.Module):
+    """A layer, and two more of one shape, of which a batch takes one."""
+
+    def __init__(self) -> None:
+        """Draw the same weights on all ranks."""
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+        self.routes = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, route: int, order: str) -> torch.Tensor:
+        """Take a route; call the other one too, times 0, if an order of both is given."""
+        calls = {"": [route], "equal": [0, 1], "own": [route, 1 - route]}[order]
+        x = self.layer(x)
+        results = {call: self.routes[call](x) for call in calls}
+        return results[route] + sum(0 * y.sum() for y in results.values())
+
+
+def apart_by_routes(
+    units: bool, alike: bool = False, reduce_unused: bool = False, order: str = ""
+) -> float:
+    """Train, a route for each rank; return how far from one process.
+
+    If `alike`, both ranks draw the route from a generator with one seed.
+    """
+    sharded: Any = Routed()
+    plain, rank = copy.deepcopy(sharded), dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (*(sharded.routes if units else ()), sharded):
+        fully_shard(module, mesh=mesh)
+    if reduce_unused:
+        sharded.set_reduce_scatter_unused_params(True)
+    draw = torch.Generator().manual_seed(3)
+    batches = torch.randn(5, 2, 3, 4, generator=draw)  # steps, ranks, samples, width
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, plain)]
+    taken = []
+    for step, batch in enumerate(batches):
+        first = int(torch.randint(2, (), generator=draw))
+        routes = [first, first] if alike else [step % 2, (step + 1) % 2]
+        taken.append(routes)
+        sharded(batch[rank], routes[rank], order).square().mean().backward()
+        each = [plain(batch[r], routes[r], order).square().mean() for r in range(2)]
+        (sum(each) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert {route for routes in taken for route in routes} == {0, 1}
+    pairs = zip(sharded.parameters(), plain.parameters(), strict=True)
+    return max((p.full_tensor() - q).abs().max().item() for p, q in pairs)
+
+
+@pytest.mark.parametrize(
+    ("units", "mistake", "mend"),
+    [
+        (False, {}, {"reduce_unused": True}),
+        (False, {}, {"order": "equal"}),
+        (True, {}, {"alike": True}),
+        (True, {"order": "own"}, {"order": "equal"}),
+        (True, {"reduce_unused": True}, {"alike": True}),
+    ],
+)
+def test_gradients_of_parameters_that_other_ranks_do_not_use_are_mixed(
+    worker_pool: WorkerPool, units: bool, mistake: Any, mend: Any
+) -> None:
+    mixed = worker_pool.run(functools.partial(apart_by_routes, **mistake), units)
+    mended = worker_pool.run(functools.partial(apart_by_routes, **mend), units)
+    assert len(mixed) == len(mended) == 2
+    assert min(mixed) > 0.01 and max(mended) < 1e-6
+
+
+def output_of_other_routes() -> float:
+    """Let each rank call another unit; return how far from one process's output."""
+    sharded: Any = Routed()
+    plain, rank = copy.deepcopy(sharded), dist.get_rank()
+    for module in (*sharded.routes, sharded):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    with torch.no_grad():
+        outputs = [m(torch.ones(1, 4), rank, "") for m in (sharded, plain)]
+    return (outputs[0] - outputs[1]).abs().max().item()
+
+
+def test_ranks_that_call_different_units_compute_with_mixed_weights(
+    worker_pool: WorkerPool,
+) -> None:
+    assert min(worker_pool.run(output_of_other_routes)) > 0.01
+
+
+def one_route_more_on_rank_0(reduce_unused: bool) -> float:
+    """Use more of the root's parameters on rank 0; return the mean of a gradient."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file
+    model: Any = Routed()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model.set_reduce_scatter_unused_params(reduce_unused)
+    order = "" if dist.get_rank() else "equal"
+    model(torch.ones(1, 4), 0, order).sum().backward()
+    return model.routes[0].bias.grad.full_tensor().mean().item()
+
+
+def test_unequally_many_gradients_abort_gloo(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(one_route_more_on_rank_0, True) == [1.0] * 2
+    with pytest.raises(RankDied, match="died of signal SIGABRT"):
+        worker_pool.run(one_route_more_on_rank_0, False)
 
 
 # --- Checkpoints. ----------
