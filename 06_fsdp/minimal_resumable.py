@@ -36,8 +36,13 @@ def state_of(model: Any, optimizer: Any, epoch: int) -> dict[str, Any]:
 
 def by_name(adam: dict[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
     """Name what `optimizer.state_dict()` has numbered, as shards are found by name."""
-    name_of = {parameter: name for name, parameter in model.named_parameters()}
-    names = [name_of[p] for group in optimizer.param_groups for p in group["params"]]
+    wrapper = "_checkpoint_wrapped_module."  # of activation checkpointing
+    name_of = {p: name.replace(wrapper, "") for name, p in model.named_parameters()}
+    ours = [p for group in optimizer.param_groups for p in group["params"]]
+    names = [name_of[p] for p in ours]
+    for i, state in adam["state"].items():
+        if state["exp_avg"].shape != ours[i].shape or not ours[i].requires_grad:
+            raise RuntimeError(f"size mismatch, or frozen: Adam's state of {names[i]}")
     for group in adam["param_groups"]:
         group["params"] = [names[i] for i in group["params"]]
     return {**adam, "state": {names[i]: s for i, s in adam["state"].items()}}
@@ -52,14 +57,17 @@ def newest() -> Path | None:
 
 
 def resume(path: Path, model: Any, optimizer: Any) -> int:
-    """Take up what `newest` has found, on any number of ranks; return its epochs."""
+    """Take up what `newest` has found, on any number of ranks; return its epochs.
+
+    Let `requires_grad` be as it was at the save: what is frozen gets no state of Adam.
+    """
     if path.is_dir():
         state, planner = state_of(model, optimizer, epoch=0), dcp.DefaultLoadPlanner()
         dcp.load(state, checkpoint_id=path, planner=planner)  # into shards
-        saved: Any = planner.metadata  # to DCP, a file's other weights are no error
+        saved: Any = planner.metadata  # DCP says nothing of what else is in a file
         left = saved.state_dict_metadata.keys() - planner.state_dict
-        if more := [name[6:] for name in left if name.startswith("model.")]:
-            raise RuntimeError(f"the model has no {min(more)}")
+        if more := [n for n in left if n.startswith(("model.", "adam.state."))]:
+            raise RuntimeError(f"the run has no place for {max(more)}")
     else:
         state = torch.load(path, map_location="cpu", mmap=True)  # on every rank
         state["adam"] = by_name(state["adam"], model, optimizer)
@@ -119,7 +127,7 @@ def main() -> None:
         dist.all_reduce(mean, op=dist.ReduceOp.AVG)
         if dist.get_rank() == 0:
             print(f"epoch {epoch} | mean loss {mean.item():.4f}")
-        for buffer in model.buffers():  # of which DCP saves some ranks'
+        for buffer in model.buffers():  # each rank has its own
             dist.broadcast(buffer, src=0)
         state = state_of(model, optimizer, epoch + 1)
         dcp.save(state, checkpoint_id=FOLDER / f"epoch_{epoch + 1:03}")

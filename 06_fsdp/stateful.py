@@ -44,7 +44,11 @@ class Training(Stateful):
         return {"model": model, "optimizer": optimizer, **others}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what has been loaded."""
+        """Take over what has been loaded.
+
+        Before `dcp.load` let `requires_grad` be as it was at the save: the optimizer's
+        state of a frozen parameter is not loaded, without an error.
+        """
         model, optimizer = state_dict["model"], state_dict["optimizer"]
         states = {"model_state_dict": model, "optim_state_dict": optimizer}
         set_state_dict(self.model, self.optimizer, **states)

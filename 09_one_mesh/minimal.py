@@ -99,10 +99,10 @@ def main() -> None:
             dcp.load(run, checkpoint_id=newest, planner=planner)  # in shards
         except dcp.CheckpointException as e:
             raise SystemExit(f"move {newest} away: {str(e).splitlines()[-1]}") from e
-        saved: Any = planner.metadata  # to DCP, a file's other weights are no error
+        saved: Any = planner.metadata  # DCP says nothing of what else is in a file
         left = saved.state_dict_metadata.keys() - planner.state_dict
-        if more := [name[6:] for name in left if name.startswith("model.")]:
-            raise SystemExit(f"move {newest} away: the model has no {min(more)}")
+        if more := [n for n in left if n.startswith(("model.", "adam.state."))]:
+            raise SystemExit(f"move {newest} away: no place for {max(more)}")
         states.set_model_state_dict(model, run["model"])
         states.set_optimizer_state_dict(model, adam, run["adam"])
     for group, lr in zip(adam.param_groups, rates, strict=True):

@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
@@ -1099,13 +1100,119 @@ def test_a_saved_block_that_the_model_lacks_is_named(
     worker_pool.run(partial(sharded, layers=2), str(tmp_path), world_size=1)
     shutil.rmtree(tmp_path / "sharded" / "epoch_002")
     ends = worker_pool.run(sharded, str(tmp_path), world_size=2)
-    why = "the model has no blocks.1.attention_norm.bias"
+    why = "no place for model.blocks.1.value.weight"
     newest = tmp_path / "sharded" / "epoch_001"
-    assert ends == [("", f"move {newest} away: {why}")] * 2
+    assert ends == [("", f"move {newest} away: the run has {why}")] * 2
     ends = worker_pool.run(on_two_axes, str(tmp_path), world_size=2)
     said = f"move {newest} away: {why}"
     assert [(end.said, end.error) for end in ends] == [("", said)] * 2
     assert [path.name for path in (tmp_path / "sharded").iterdir()] == ["epoch_001"]
+
+
+def sharded_gpt(module: Any, is_wrapped: bool = False) -> tuple[Any, Any]:
+    """Return a small GPT of a script, sharded, and what steps it."""
+    torch.manual_seed(0)
+    model: Any = module.GPT(module.GPTConfig(**SMALL))
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block) if is_wrapped else block
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def one_step(model: Any, optimizer: Any) -> None:
+    """Step on tokens that are the same on all ranks."""
+    tokens = torch.arange(16).view(2, 8)
+    model(tokens, tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def resumed_with_frozen_blocks(folder: str, is_frozen: bool) -> str | int:
+    """Unfreeze blocks in mid-run and save; resume; return the error, or the states."""
+    module: Any = load_chapter("06_fsdp")["minimal_resumable"]
+    model, optimizer = sharded_gpt(module)
+    model.blocks.requires_grad_(False)
+    one_step(model, optimizer)
+    model.blocks.requires_grad_(True)
+    one_step(model, optimizer)
+    module.dcp.save(module.state_of(model, optimizer, 1), checkpoint_id=folder)
+    other, new = sharded_gpt(module)
+    other.blocks.requires_grad_(not is_frozen)
+    try:
+        module.resume(Path(folder), other, new)
+    except RuntimeError as error:
+        return str(error)
+    one_step(model, optimizer)
+    one_step(other, new)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.full_tensor(), b.full_tensor())
+    return len(new.state)
+
+
+def test_adam_s_moments_of_what_was_unfrozen_are_not_dropped(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    run = partial(resumed_with_frozen_blocks, str(tmp_path / "frozen"))
+    refusal = "the run has no place for adam.state.blocks.0.value.weight.step"
+    assert worker_pool.run(run, True, world_size=2) == [refusal] * 2
+    run = partial(resumed_with_frozen_blocks, str(tmp_path / "unfrozen"))
+    assert worker_pool.run(run, False, world_size=2) == [14] * 2
+
+
+def taken_from_a_file_of_ddp(folder: str, kind: str) -> str | float:
+    """Resume from what one process saved; return the error, or how far Adam is off.
+
+    The sharded model has wrapped or frozen blocks, or groups in another order.
+    """
+    module: Any = load_chapter("06_fsdp")["minimal_resumable"]
+
+    def grouped(model: Any, dims: tuple[int, ...]) -> Any:
+        of = {dim: [p for p in model.parameters() if p.dim() == dim] for dim in dims}
+        groups = [{"params": of[dim], "weight_decay": 0.1 * dim} for dim in dims]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    torch.manual_seed(0)
+    plain = module.GPT(module.GPTConfig(**SMALL))
+    adam = grouped(plain, (1, 2))
+    one_step(plain, adam)
+    file = Path(folder, FILE)
+    if dist.get_rank() == 0:
+        state = {"model": plain.state_dict(), "adam": adam.state_dict(), "epoch": 1}
+        torch.save(state, file)
+    dist.barrier()
+    model, _ = sharded_gpt(module, is_wrapped=kind == "wrapped")
+    model.blocks.requires_grad_(kind != "frozen")
+    sharded_adam = grouped(model, (2, 1) if kind == "swapped" else (1, 2))
+    try:
+        module.resume(file, model, sharded_adam)
+    except RuntimeError as error:
+        return str(error)
+    pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
+    assert len(pairs) == len(sharded_adam.state) == 14
+    moments = [(sharded_adam.state[p], adam.state[q]) for p, q in pairs]
+    return max(
+        (ours[name].full_tensor() - due[name]).abs().max().item()
+        for ours, due in moments
+        for name in ("exp_avg", "exp_avg_sq")
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "misfit"),
+    [
+        ("", ""),
+        ("wrapped", ""),
+        ("swapped", "token_embedding.weight"),
+        ("frozen", "blocks.0.attention_norm.weight"),
+    ],
+)
+def test_a_file_of_ddp_is_taken_up_in_wrapped_blocks_and_by_equal_groups_alone(
+    worker_pool: WorkerPool, tmp_path: Path, kind: str, misfit: str
+) -> None:
+    ends = worker_pool.run(taken_from_a_file_of_ddp, str(tmp_path), kind, world_size=2)
+    refusal = f"size mismatch, or frozen: Adam's state of {misfit}"
+    assert ends == [refusal if misfit else 0.0] * 2
 
 
 class Unwrapped(torch.nn.Module):

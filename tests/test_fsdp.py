@@ -1350,6 +1350,33 @@ def test_weights_that_never_had_a_gradient_are_missing_from_a_checkpoint(
             assert said in error if not way else error == ""
 
 
+def moments_resumed(folder: Path, is_frozen: bool) -> int:
+    """Save AdamW's state of a weight and a bias; count those loaded, one if frozen."""
+    stateful = load_chapter(CHAPTER)["stateful"]
+
+    def run() -> Any:
+        model: Any = nn.Linear(4, 4)
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        return stateful.Training(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+    saved, loaded = run(), run()
+    saved.model(torch.ones(1, 4)).sum().backward()
+    saved.optimizer.step()
+    saved.optimizer.zero_grad()
+    dcp.save({"run": saved}, checkpoint_id=folder)
+    loaded.model.bias.requires_grad_(not is_frozen)
+    dcp.load({"run": loaded}, checkpoint_id=folder)
+    return len(loaded.optimizer.state)
+
+
+def test_adam_s_state_of_a_weight_that_is_frozen_is_not_loaded(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    for is_frozen, number in ((False, 2), (True, 1)):
+        folder = tmp_path / str(number)
+        assert worker_pool.run(moments_resumed, folder, is_frozen) == [number] * 2
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_each_state_dict_is_what_the_table_says(
     worker_pool: WorkerPool, world_size: int
