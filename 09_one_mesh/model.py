@@ -144,6 +144,7 @@ class GPT(nn.Module):
         self, prompt: bytes, length: int, temperature: float, seed: int
     ) -> str:
         """Continue `prompt` (at least one byte) by `length` sampled bytes."""
+        training = [module for module in self.modules() if module.training]
         self.eval()  # dropout is for training alone
         device = next(self.parameters()).device
         draw = torch.Generator().manual_seed(seed)
@@ -153,4 +154,6 @@ class GPT(nn.Module):
             chances = torch.softmax(logits[:256] / temperature, dim=0)  # bytes alone
             token = torch.multinomial(chances, 1, generator=draw).to(device)
             tokens = torch.cat([tokens, token[None]], dim=1)
+        for module in training:  # a frozen part may have been in eval() before
+            module.training = True
         return bytes(tokens[0].tolist()).decode(errors="replace")

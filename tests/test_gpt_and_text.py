@@ -264,6 +264,19 @@ def test_generated_text_is_bytes_and_depends_on_its_seed_alone() -> None:
     assert lengths == [*range(2, T), *[T] * (32 - T)]  # it reads T tokens at most
 
 
+def test_a_text_leaves_each_part_in_the_mode_that_it_was_in() -> None:
+    model, during = tiny_model(dropout=0.5), []
+    model.final_norm.eval()
+    before = [part.training for part in model.modules()]
+    assert {*before} == {False, True}
+    model.head.register_forward_hook(
+        lambda *_: during.extend(part.training for part in model.modules())
+    )
+    model.generate(b"ab", 2, temperature=1.0, seed=0)
+    assert during == [False] * 2 * len(before)
+    assert [part.training for part in model.modules()] == before
+
+
 def test_operations_are_those_of_the_formula_and_of_a_counter() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
