@@ -40,7 +40,7 @@ def validation_loss(model: Any, samples: WindowDataset, device: torch.device) ->
         total += torch.stack([loss * len(mine), loss.new_tensor(len(mine))])
     for module in training:  # a frozen part may have been in eval() before
         module.training = True
-    model.reshard()  # the root: without a backward pass it would stay whole
+    model.reshard()  # the root, which no backward pass frees
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 

@@ -36,13 +36,13 @@ def state_of(model: Any, optimizer: Any, epoch: int) -> dict[str, Any]:
 
 def by_name(adam: dict[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
     """Name what `optimizer.state_dict()` has numbered, as shards are found by name."""
-    wrapper = "_checkpoint_wrapped_module."  # of activation checkpointing
+    wrapper = "_checkpoint_wrapped_module."
     name_of = {p: name.replace(wrapper, "") for name, p in model.named_parameters()}
     ours = [p for group in optimizer.param_groups for p in group["params"]]
     names = [name_of[p] for p in ours]
     for i, state in adam["state"].items():
         if state["exp_avg"].shape != ours[i].shape or not ours[i].requires_grad:
-            raise RuntimeError(f"size mismatch, or frozen: Adam's state of {names[i]}")
+            raise RuntimeError(f"size mismatch, or frozen: {names[i]}")
     for group in adam["param_groups"]:
         group["params"] = [names[i] for i in group["params"]]
     return {**adam, "state": {names[i]: s for i, s in adam["state"].items()}}
@@ -64,10 +64,10 @@ def resume(path: Path, model: Any, optimizer: Any) -> int:
     if path.is_dir():
         state, planner = state_of(model, optimizer, epoch=0), dcp.DefaultLoadPlanner()
         dcp.load(state, checkpoint_id=path, planner=planner)  # into shards
-        saved: Any = planner.metadata  # DCP says nothing of what else is in a file
+        saved: Any = planner.metadata  # DCP ignores what else is saved
         left = saved.state_dict_metadata.keys() - planner.state_dict
         if more := [n for n in left if n.startswith(("model.", "adam.state."))]:
-            raise RuntimeError(f"the run has no place for {max(more)}")
+            raise RuntimeError(f"no place for {max(more)}")
     else:
         state = torch.load(path, map_location="cpu", mmap=True)  # on every rank
         state["adam"] = by_name(state["adam"], model, optimizer)

@@ -99,7 +99,7 @@ def main() -> None:
             dcp.load(run, checkpoint_id=newest, planner=planner)  # in shards
         except dcp.CheckpointException as e:
             raise SystemExit(f"move {newest} away: {str(e).splitlines()[-1]}") from e
-        saved: Any = planner.metadata  # DCP says nothing of what else is in a file
+        saved: Any = planner.metadata  # DCP ignores what else is saved
         left = saved.state_dict_metadata.keys() - planner.state_dict
         if more := [n for n in left if n.startswith(("model.", "adam.state."))]:
             raise SystemExit(f"move {newest} away: no place for {max(more)}")

@@ -1102,7 +1102,7 @@ def test_a_saved_block_that_the_model_lacks_is_named(
     ends = worker_pool.run(sharded, str(tmp_path), world_size=2)
     why = "no place for model.blocks.1.value.weight"
     newest = tmp_path / "sharded" / "epoch_001"
-    assert ends == [("", f"move {newest} away: the run has {why}")] * 2
+    assert ends == [("", f"move {newest} away: {why}")] * 2
     ends = worker_pool.run(on_two_axes, str(tmp_path), world_size=2)
     said = f"move {newest} away: {why}"
     assert [(end.said, end.error) for end in ends] == [("", said)] * 2
@@ -1145,7 +1145,9 @@ def resumed_with_frozen_blocks(folder: str, is_frozen: bool) -> str | int:
         return str(error)
     one_step(model, optimizer)
     one_step(other, new)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+    pairs = list(zip(model.parameters(), other.parameters(), strict=True))
+    assert len(pairs) == 14
+    for a, b in pairs:
         assert torch.equal(a.full_tensor(), b.full_tensor())
     return len(new.state)
 
@@ -1154,7 +1156,7 @@ def test_adam_s_moments_of_what_was_unfrozen_are_not_dropped(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
     run = partial(resumed_with_frozen_blocks, str(tmp_path / "frozen"))
-    refusal = "the run has no place for adam.state.blocks.0.value.weight.step"
+    refusal = "no place for adam.state.blocks.0.value.weight.step"
     assert worker_pool.run(run, True, world_size=2) == [refusal] * 2
     run = partial(resumed_with_frozen_blocks, str(tmp_path / "unfrozen"))
     assert worker_pool.run(run, False, world_size=2) == [14] * 2
@@ -1207,11 +1209,11 @@ def taken_from_a_file_of_ddp(folder: str, kind: str) -> str | float:
         ("frozen", "blocks.0.attention_norm.weight"),
     ],
 )
-def test_a_file_of_ddp_is_taken_up_in_wrapped_blocks_and_by_equal_groups_alone(
+def test_a_file_of_ddp_fits_wrapped_blocks_and_equal_groups_alone(
     worker_pool: WorkerPool, tmp_path: Path, kind: str, misfit: str
 ) -> None:
     ends = worker_pool.run(taken_from_a_file_of_ddp, str(tmp_path), kind, world_size=2)
-    refusal = f"size mismatch, or frozen: Adam's state of {misfit}"
+    refusal = f"size mismatch, or frozen: {misfit}"
     assert ends == [refusal if misfit else 0.0] * 2
 
 

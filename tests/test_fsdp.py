@@ -1044,7 +1044,7 @@ def loaded_after_an_evaluation(reshard: bool, broadcast: bool) -> str | list[flo
 
 
 @pytest.mark.parametrize("broadcast", [False, True])
-def test_a_whole_file_is_loaded_into_shards_not_into_a_gathered_root(
+def test_a_whole_file_is_not_loaded_into_a_gathered_root(
     worker_pool: WorkerPool, broadcast: bool
 ) -> None:
     said = worker_pool.run(loaded_after_an_evaluation, False, broadcast)
@@ -1084,7 +1084,7 @@ class Routed(nn.Module):
         self.routes = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
     def forward(self, x: torch.Tensor, route: int, order: str) -> torch.Tensor:
-        """Take a route; call the other one too, times 0, if an order of both is given."""
+        """Take a route; with an order of calls, call the other one too, times 0."""
         calls = {"": [route], "equal": [0, 1], "own": [route, 1 - route]}[order]
         x = self.layer(x)
         results = {call: self.routes[call](x) for call in calls}
@@ -1134,7 +1134,7 @@ def apart_by_routes(
         (True, {"reduce_unused": True}, {"alike": True}),
     ],
 )
-def test_gradients_of_parameters_that_other_ranks_do_not_use_are_mixed(
+def test_gradients_of_what_other_ranks_do_not_use_are_mixed(
     worker_pool: WorkerPool, units: bool, mistake: Any, mend: Any
 ) -> None:
     mixed = worker_pool.run(functools.partial(apart_by_routes, **mistake), units)
@@ -1175,6 +1175,64 @@ def test_unequally_many_gradients_abort_gloo(worker_pool: WorkerPool) -> None:
     assert worker_pool.run(one_route_more_on_rank_0, True) == [1.0] * 2
     with pytest.raises(RankDied, match="died of signal SIGABRT"):
         worker_pool.run(one_route_more_on_rank_0, False)
+
+
+# --- What a loop does with weights and gradients. ----------
+
+
+EMPTY_SHARD = "cannot compute the infinity norm on an empty tensor"
+
+
+def clipped_by_the_largest() -> tuple[str, list[float]]:
+    """Clip by norm_type=inf where this rank has no row; then by hand, on all ranks."""
+    model: Any = nn.Linear(4, 1)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    (model(torch.tensor([[1.0, 2.0, -5.0, 4.0]])) * 2).sum().backward()
+    weights, said = list(model.parameters()), ""
+    if dist.get_rank() == 1:  # rank 0 would wait
+        with pytest.raises(RuntimeError) as error:
+            nn.utils.clip_grad_norm_(weights, 1.0, norm_type=math.inf)
+        said = str(error.value)
+    shards = [p.grad.to_local().abs().flatten() for p in weights]
+    norm = torch.cat([torch.zeros(1), *shards]).max()
+    dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+    nn.utils.clip_grads_with_norm_(weights, 1.0, norm)
+    return said, model.weight.grad.full_tensor().flatten().tolist()
+
+
+def test_infinity_norm_fails_on_a_rank_without_rows(worker_pool: WorkerPool) -> None:
+    (silent, first), (said, second) = worker_pool.run(clipped_by_the_largest)
+    assert silent == "" and EMPTY_SHARD in said
+    assert first == second == pytest.approx([0.2, 0.4, -1.0, 0.8], abs=1e-5)
+
+
+def rows_after_a_step(way: str) -> list[float]:
+    """Keep rows of an embedding no longer than 1 in forward, or after the step."""
+    is_after = way == "after the step"
+    model: Any = nn.Embedding(4, 2, max_norm=None if is_after else 1.0)
+    nn.init.constant_(model.weight, 3.0)
+    if way != "one process":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model(torch.arange(4)).sum().backward()
+    optimizer.step()
+    if is_after:
+        with torch.no_grad():
+            lengths = model.weight.norm(dim=1, keepdim=True)
+            model.weight.div_(lengths.clamp(min=1.0))
+    whole = getattr(model.weight, "full_tensor", model.weight.detach)()
+    return whole.norm(dim=1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("way", "length"),
+    [("in forward", 18**0.5), ("after the step", 1.0), ("one process", 1.0)],
+)
+def test_what_forward_writes_into_a_weight_is_lost(
+    worker_pool: WorkerPool, way: str, length: float
+) -> None:
+    due = [pytest.approx([length] * 4, abs=1e-5)] * 2
+    assert worker_pool.run(rows_after_a_step, way) == due
 
 
 # --- Checkpoints. ----------
