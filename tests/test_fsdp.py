@@ -1924,6 +1924,34 @@ def test_a_policy_rounds_every_float_of_the_root_s_inputs(
     assert worker_pool.run(inputs_under_a_policy, cast) == [seen] * 2
 
 
+class Masked(nn.Module):
+    """Adds a mask to scores, as attention does."""
+
+    def __init__(self) -> None:
+        """Have a layer to shard."""
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the chances of three keys."""
+        return torch.softmax(self.layer(x) + mask, dim=-1)
+
+
+def chances_under_a_mask(dtype: torch.dtype) -> list[bool]:
+    """Mask all keys by the least number of a dtype, in bf16; tell which are NaN."""
+    model: Any = Masked()
+    policy = MixedPrecisionPolicy(torch.bfloat16)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    mask = torch.full((1, 3), torch.finfo(dtype).min)
+    return model(torch.ones(1, 2), mask).isnan().flatten().tolist()
+
+
+def test_a_policy_rounds_a_mask_to_minus_infinity(worker_pool: WorkerPool) -> None:
+    for dtype, is_nan in ((torch.float32, True), (torch.bfloat16, False)):
+        expected = [[is_nan] * 3] * 2
+        assert worker_pool.run(chances_under_a_mask, dtype) == expected
+
+
 def norm_under_a_policy(of_its_own: dict[str, Any] | None) -> str:
     """Apply a convolution, BatchNorm and a convolution in bf16; return what is said."""
     model: Any = nn.Sequential(
