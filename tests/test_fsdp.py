@@ -1032,7 +1032,7 @@ def loaded_after_an_evaluation(reshard: bool, broadcast: bool) -> str | list[flo
         model(torch.ones(1, 2))
     if reshard:
         model.reshard()
-    weights = {"weight": torch.full((2, 2), 3.0)}
+    weights: Any = {"weight": torch.full((2, 2), 3.0)}
     if broadcast and dist.get_rank():
         weights = {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
@@ -1115,7 +1115,7 @@ def apart_by_routes(
         taken.append(routes)
         sharded(batch[rank], routes[rank], order).square().mean().backward()
         each = [plain(batch[r], routes[r], order).square().mean() for r in range(2)]
-        (sum(each) / 2).backward()
+        torch.stack(each).mean().backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
