@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lessons import in_the_pool, run_lesson
@@ -507,6 +508,154 @@ def test_ddp_copies_rank_zeros_experts_and_averages_different_ones(
 ) -> None:
     found = worker_pool.run(wrapped_by_ddp)
     assert found == [[True, True, True], [False, True, True]]
+
+
+# --- Clipped by one norm. ----------
+
+LIMIT = 0.05  # far below the norm of the first gradient
+
+
+def by_kind(model: Any) -> list[list[Any]]:
+    """Return the experts' parameters, and all others."""
+    named = list(model.named_parameters())
+    return [
+        [p for name, p in named if ("experts" in name.split(".")) == is_expert]
+        for is_expert in (True, False)
+    ]
+
+
+def clip_by_one_norm(model: Any, group: Any) -> float:
+    """Clip by experts' squares, summed over their group, and all others', once."""
+    squares = [
+        torch.as_tensor(whole(nn.utils.get_total_norm([p.grad for p in part])).square())
+        for part in by_kind(model)
+    ]
+    dist.all_reduce(squares[0], group=group)
+    norm = sum(squares).sqrt()  # type: ignore
+    for part in by_kind(model):  # FSDP's DTensors are on two meshes
+        nn.utils.clip_grads_with_norm_(part, LIMIT, norm)
+    return norm.item()
+
+
+def whole(tensor: Any) -> Tensor:
+    """Gather a DTensor; return a plain tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def clip_each_kind(model: Any) -> None:
+    """Clip experts by their norm, and all others by theirs."""
+    for part in by_kind(model):
+        nn.utils.clip_grad_norm_(part, LIMIT)
+
+
+def clipped(way: str, with_fsdp: bool) -> tuple[float, float, float, int]:
+    """Clip on four ranks; return both norms, the largest error, and what is compared.
+
+    The error is relative, of the clipped gradients, to those of one process.
+    """
+    lesson = load_chapter(ROOM)["with_fsdp"]
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    group = grid["expert"].get_group()
+    alone, ours = both.both_models(torch.device("cpu"), group)
+    if with_fsdp:
+        lesson.shard(ours, init_device_mesh("cpu", (4,)), grid["data"], True)
+    both.add_gradients_of_both(0, alone, ours)
+    if not with_fsdp:
+        mixture.mean_gradients(ours, grid["data"].get_group())
+    norm = right = nn.utils.clip_grad_norm_(alone.parameters(), LIMIT).item()
+    if way == "one norm":
+        norm = clip_by_one_norm(ours, group)
+    elif way == "each kind":
+        clip_each_kind(ours)
+    else:
+        norm = whole(nn.utils.clip_grad_norm_(ours.parameters(), LIMIT)).item()
+    errors = [
+        torch.dist(whole(p.grad), grad) / grad.norm()
+        for name, p in ours.named_parameters()
+        if (grad := alone.get_parameter(name).grad) is not None
+    ]
+    return norm, right, torch.stack(errors).max().item(), len(errors)
+
+
+@pytest.mark.parametrize("with_fsdp", [False, True])
+def test_experts_are_clipped_by_one_norm(
+    worker_pool: WorkerPool, with_fsdp: bool
+) -> None:
+    found = worker_pool.run(clipped, "one norm", with_fsdp, world_size=4)
+    assert len(found) == 4
+    for norm, right, error, compared in found:
+        assert norm == pytest.approx(right, rel=1e-12) and right > 10 * LIMIT
+        # Four matrices of two experts each, and what every rank has.
+        assert error < 1e-12 and compared == 4 + 13
+
+
+def test_each_rank_clips_its_experts_by_another_norm(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(clipped, "plain", False, world_size=4)
+    norms = [norm for norm, *_ in found]
+    # Ranks with the same experts have the same norm, which is too small.
+    assert norms[:2] == norms[2:] and abs(norms[0] - norms[1]) > 0.01
+    assert len(found) == 4
+    for norm, right, error, _ in found:
+        assert norm < 0.99 * right and error > 0.01
+
+
+SAME_MESH = "RuntimeError: All operands in aten.stack.default must have the same mesh"
+
+
+def test_fsdp_refuses_one_norm_of_two_meshes(worker_pool: WorkerPool) -> None:
+    with pytest.raises(RankError, match=re.escape(SAME_MESH)):
+        worker_pool.run(clipped, "plain", True, world_size=4)
+    found = worker_pool.run(clipped, "each kind", True, world_size=4)
+    assert len(found) == 4
+    assert min(error for _, _, error, _ in found) > 0.05
+
+
+class OtherNames(nn.Module):
+    """A mixture whose experts are in a list of another name."""
+
+    def __init__(self, layer: Any) -> None:
+        """Keep router and experts."""
+        super().__init__()
+        self.router, self.mlps = layer.router, layer.experts
+
+
+def averaged(change: str) -> list[tuple[str, float, bool]]:
+    """Average a mixture's gradients; tell how wrong each is, and whether there is one."""
+    n, rank, layers = dist.get_world_size(), dist.get_rank(), []
+    for kind, setting in (("Mixture", {"senders": n}), ("MixtureOfExperts", {})):
+        torch.manual_seed(3)
+        layers.append(getattr(mixture, kind)(D, E, **setting).double())
+    alone, ours = layers
+    if change == "frozen":
+        ours.router.requires_grad_(False)
+    x = torch.randn(n * B, T, D).double()
+    alone(x).square().mean().backward()
+    ours(x.chunk(n)[rank]).square().mean().backward()
+    copies = dist.new_subgroups(group_size=1)[0]
+    mixture.mean_gradients(OtherNames(ours) if change == "named" else ours, copies)
+    found = []
+    for name, p in ours.named_parameters():
+        right = alone.get_parameter(name).grad
+        grad = torch.zeros_like(right) if p.grad is None else p.grad
+        error = (torch.dist(grad, right) / right.norm()).item()
+        found.append((name, error, p.grad is None))
+    return found
+
+
+def test_a_frozen_router_has_no_gradient_to_average(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(averaged, "frozen")
+    assert len(found) == 2
+    for (name, _, is_missing), *of_experts in found:
+        assert name == "router.weight" and is_missing
+        assert len(of_experts) == 8 and max(e for _, e, _ in of_experts) < 1e-12
+
+
+def test_experts_are_known_by_their_name(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(averaged, "named")
+    assert len(found) == 2
+    for (_, error, _), *of_experts in found:
+        assert error < 1e-12 and len(of_experts) == 8
+        assert min(error for _, error, _ in of_experts) > 0.4
 
 
 # --- The script. ----------

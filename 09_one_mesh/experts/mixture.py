@@ -176,11 +176,13 @@ def mean_gradients(model: nn.Module, copies: Any = None) -> None:
     """Sum each gradient over the ranks with a copy, divide by the number of all ranks.
 
     `copies` is the group of the ranks that hold the same experts; None means all.
+    Experts are what is in a module of the name `experts`.
     """
     for name, p in model.named_parameters():
         is_expert = "experts" in name.split(".")
-        dist.all_reduce(p.grad, group=copies if is_expert else None)
-        p.grad /= dist.get_world_size()  # type: ignore
+        if p.requires_grad:
+            dist.all_reduce(p.grad, group=copies if is_expert else None)
+            p.grad /= dist.get_world_size()  # type: ignore
 
 
 class ExpertBlock(Block):
