@@ -26,7 +26,7 @@ from model import GPT, GPTConfig
 from ranks import leave
 
 EPOCHS, BATCH_SIZE, LENGTH, FOLDER = 2, 32, 128, Path("sharded")
-TENSOR = 2  # ranks that share matrices; divides heads, tokens, vocabulary, widths
+TENSOR = 2  # ranks that share matrices; divides heads, tokens and widths
 WHOLE, TOKENS = Replicate(), Shard(1)  # how (B, T, D) lies on these ranks
 POSITIONS = {"input_layouts": WHOLE, "output_layouts": Shard(0)}  # (T, D)
 LOGITS = {"output_layouts": Shard(2), "use_local_output": False}  # for loss_parallel
@@ -34,8 +34,8 @@ PLAN = {
     "token_embedding": tp.RowwiseParallel(input_layouts=WHOLE, output_layouts=TOKENS),
     "position_embedding": tp.RowwiseParallel(**POSITIONS),
     "blocks.*.*_norm": tp.SequenceParallel(),
-    # This norm has two styles, as two names match it. The second one gathers, once for
-    # query, key and value.
+    # Both names match this norm, so it gets both styles. This one gathers its output,
+    # once for query, key and value.
     "blocks.*.attention_norm": tp.PrepareModuleOutput(
         output_layouts=TOKENS, desired_output_layouts=WHOLE, use_local_output=False
     ),
@@ -104,6 +104,7 @@ def main() -> None:
         if more := [n for n in left if n.startswith(("model.", "adam.state."))]:
             raise SystemExit(f"move {newest} away: no place for {max(more)}")
         states.set_model_state_dict(model, run["model"])
+        # With the weight decay and betas that were saved; the lr is that of `main`.
         states.set_optimizer_state_dict(model, adam, run["adam"])
     for group, lr in zip(adam.param_groups, rates, strict=True):
         group["lr"] = lr
@@ -113,7 +114,7 @@ def main() -> None:
         print(f"{shape} ranks on {device}: {run['epoch']} of {EPOCHS} epochs done")
     for epoch in range(run["epoch"], EPOCHS):
         sampler.set_epoch(epoch)  # another order in each epoch
-        torch.manual_seed(epoch * mesh.size() + mesh.get_rank())  # dropout
+        torch.manual_seed(epoch * mesh.size() + mesh.get_rank())  # dropout of TOKENS
         mean = torch.zeros((), device=device)
         for _, inputs, labels in loader:
             with tp.loss_parallel():  # each rank has the logits of a part of V

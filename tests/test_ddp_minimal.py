@@ -1393,6 +1393,22 @@ def on_two_axes(folder: str, fault: str = "", **sizes: Any) -> TwoAxes:
     return TwoAxes(output.getvalue(), error, seen, units, dtypes, warned.call_count)
 
 
+def with_another_decay(folder: str) -> tuple[str, float]:
+    """Resume there with another weight decay; return what is said, and the decay."""
+    made: list[torch.optim.Optimizer] = []
+    real = torch.optim.AdamW
+
+    def adam(*words: Any, lr: float) -> torch.optim.Optimizer:
+        made.append(real(*words, lr=lr, weight_decay=0.5))
+        return made[-1]
+
+    fault = {"torch.optim.AdamW": adam}
+    with mock.patch.dict(MESH_FAULTS, {"another decay": fault}):
+        said = on_two_axes(folder, "another decay").said
+    ((group,),) = [one.param_groups for one in made]
+    return said, group["weight_decay"]
+
+
 def without_tie(folder: str) -> TwoAxes:
     """Run it with a GPT that does not tell that one matrix has two names."""
     with mock.patch.object(load_chapter(MESH)["minimal"], "GPT", untied):
@@ -1421,6 +1437,15 @@ def fsdp_run(
     folder = tmp_path_factory.mktemp("fsdp")
     (said, _), _ = worker_pool.run(sharded, str(folder), "", SAMPLES, world_size=2)
     return folder, said.splitlines()[1:], whole_state(folder, 2)
+
+
+def test_two_axes_resume_with_the_weight_decay_that_was_saved(
+    worker_pool: WorkerPool, fsdp_run: tuple
+) -> None:
+    folder, *_ = fsdp_run
+    ends = worker_pool.run(with_another_decay, str(folder), world_size=2)
+    done = "(1, 2) ranks on cpu: 2 of 2 epochs done\n"
+    assert ends == [(done, 0.01), ("", 0.01)]  # AdamW's default was saved
 
 
 def after_one_epoch(folder: Path, new: Path) -> None:

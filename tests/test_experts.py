@@ -620,7 +620,7 @@ class OtherNames(nn.Module):
 
 
 def averaged(change: str) -> list[tuple[str, float, bool]]:
-    """Average a mixture's gradients; tell how wrong each is, and whether there is one."""
+    """Average gradients; of each tell how wrong it is, and whether it is None."""
     n, rank, layers = dist.get_world_size(), dist.get_rank(), []
     for kind, setting in (("Mixture", {"senders": n}), ("MixtureOfExperts", {})):
         torch.manual_seed(3)

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from launch import ROOT, python
 from lessons import in_the_pool
@@ -503,8 +504,63 @@ def not_told_of_the_tie(config: Any) -> Any:
     return model
 
 
+CLASS_WEIGHTS = torch.linspace(0.1, 2, 256)
+
+
+def loss_of_some(model: Any, batch: list[Any], of: str, by: str) -> Any:
+    """Return the mean loss of labels that are not ignored, or by class weights.
+
+    It is the mean of the global batch, or of what a data rank has.
+    """
+    inputs, labels = batch
+    if of == "labels":  # on some ranks fewer are left
+        labels = labels.masked_fill(inputs[:, :1] < 80, -100)
+    weight = CLASS_WEIGHTS if of == "weights" else None
+    logits, labels = model(inputs).flatten(0, 1), labels.flatten()
+    if by == "rank":
+        return nn.functional.cross_entropy(logits, labels, weight)
+    loss = nn.functional.cross_entropy(logits, labels, weight, reduction="sum")
+    kept = labels[labels != -100]
+    count = torch.ones(len(kept)).sum() if weight is None else weight[kept].sum()
+    if len(inputs) < 8:  # a data rank's; of TENSOR ranks each has counted
+        dist.all_reduce(count)
+        count = count / dist.get_world_size()
+    return loss / count
+
+
+def some_labels(of: str, by: str) -> Any:
+    """Let check_minimal.py take another loss."""
+    loss = functools.partial(loss_of_some, of=of, by=by)
+    return mock.patch.object(modules["check_minimal"], "next_byte_loss", loss)
+
+
+def whole_logits(has_style: bool) -> Any:
+    """Smooth labels, which wants whole logits; perhaps gather them."""
+    stack = contextlib.ExitStack()
+    loss = functools.partial(nn.functional.cross_entropy, label_smoothing=0.1)
+    stack.enter_context(mock.patch.object(nn.functional, "cross_entropy", loss))
+    minimal = modules["minimal"]
+    layouts = {"input_layouts": minimal.TOKENS, "output_layouts": minimal.WHOLE}
+    head = {"head": ColwiseParallel(**layouts)} if has_style else {}
+    stack.enter_context(mock.patch.dict(minimal.PLAN, head))
+    return stack
+
+
+def gpt_of(vocabulary: int) -> Any:
+    """Let check_minimal.py build a GPT with a vocabulary of another size."""
+    config = functools.partial(modules["model"].GPTConfig, vocabulary=vocabulary)
+    return mock.patch.object(modules["check_minimal"], "GPTConfig", config)
+
+
+RIGHT = "check: same as one process: 3 steps, loss and 24 tensors within"
 TWO_AXES: dict[str, Callable[[], Any]] = {
     "": contextlib.nullcontext,
+    "a mean of each rank's labels": lambda: some_labels("labels", "rank"),
+    "a mean by each rank's class weights": lambda: some_labels("weights", "rank"),
+    "all labels": lambda: some_labels("labels", "all"),
+    "all class weights": lambda: some_labels("weights", "all"),
+    "smoothed labels of gathered logits": lambda: whole_logits(True),
+    "an odd vocabulary": lambda: gpt_of(257),
     "as many heads on each rank": lambda: mock.patch.object(
         modules["model"].Block, "split_heads", heads_counted
     ),
@@ -526,7 +582,17 @@ def check_two_axes(fault: str) -> tuple[Any, str, str]:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("", "check: same as one process: 3 steps, loss and 24 tensors within"),
+        ("", RIGHT),
+        ("a mean of each rank's labels", "differs after step 1: loss"),
+        pytest.param(
+            "a mean by each rank's class weights",
+            "differs after step 1: loss",
+            marks=pytest.mark.slow,
+        ),
+        ("all labels", RIGHT),
+        pytest.param("all class weights", RIGHT, marks=pytest.mark.slow),
+        ("smoothed labels of gathered logits", RIGHT),
+        ("an odd vocabulary", RIGHT),
         ("as many heads on each rank", "differs after step 1: loss"),
         ("untied", "differs after step 1: token_embedding.weight"),
         ("samples of another rank", "differs after step 1: loss"),
@@ -536,8 +602,88 @@ def test_two_axes_are_compared_with_one_process(
     worker_pool: WorkerPool, fault: str, said: str
 ) -> None:
     ends = worker_pool.run(check_two_axes, fault, world_size=4)
-    assert [status for status, _, _ in ends] == [1 if fault else 0] * 4
-    assert said in ends[0][2 if fault else 1]
+    is_wrong = said != RIGHT
+    assert [status for status, _, _ in ends] == [int(is_wrong)] * 4
+    assert said in ends[0][2 if is_wrong else 1]
+
+
+SMOOTHED = "aten.masked_fill_.Scalar got mixed torch.Tensor and DTensor"
+
+
+def smooth_sharded_logits() -> str:
+    """Smooth labels under loss_parallel; return what it says."""
+    with whole_logits(False):
+        try:
+            ending("check_minimal", [], [])
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_label_smoothing_wants_whole_logits(worker_pool: WorkerPool) -> None:
+    said = worker_pool.run(smooth_sharded_logits)
+    assert [text.startswith(SMOOTHED) for text in said] == [True] * 2
+
+
+class Pooled(nn.Module):
+    """An embedding of tokens, a mean over them, a pooler with dropout, a classifier."""
+
+    def __init__(self) -> None:
+        """Draw weights."""
+        super().__init__()
+        self.body = nn.Sequential(nn.Embedding(16, 8))
+        self.pooler, self.classifier = nn.Linear(8, 8), nn.Linear(8, 6)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map (B, T) to (B, 6)."""
+        pooled = self.pooler(self.body(tokens).mean(1)).tanh()
+        return self.classifier(nn.functional.dropout(pooled, 0.5))
+
+
+def pooled_on_two_ranks(pools: str, by_rank: bool) -> tuple[float, int]:
+    """Pool this rank's tokens, or all; return the largest error, and of how many."""
+    minimal, rank = modules["minimal"], dist.get_rank()
+    whole, tokens = minimal.WHOLE, minimal.TOKENS
+    rows = minimal.tp.RowwiseParallel(input_layouts=whole, output_layouts=tokens)
+    gathered = minimal.tp.PrepareModuleOutput(
+        output_layouts=tokens, desired_output_layouts=whole
+    )
+    plan = {"body.0": rows} | ({"body": gathered} if pools == "gathered" else {})
+    plan |= {n: ColwiseParallel(output_layouts=whole) for n in ("pooler", "classifier")}
+    models = []
+    for seed in (0, rank if by_rank else 0):
+        torch.manual_seed(1)
+        model = Pooled()
+        if models:
+            parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+        generator = torch.Generator().manual_seed(2)
+        inputs = torch.randint(16, (8, 4), generator=generator)
+        torch.manual_seed(seed)
+        model(inputs).square().sum().backward()
+        models.append(model)
+    alone, ours = (dict(model.named_parameters()) for model in models)
+    errors = [
+        torch.dist(ours[name].grad.full_tensor(), p.grad) / p.grad.norm()
+        for name, p in alone.items()
+    ]
+    return max(error.item() for error in errors), len(errors)
+
+
+@pytest.mark.parametrize(
+    ("pools", "by_rank", "is_right"),
+    [
+        ("gathered", False, True),
+        ("local", False, False),
+        ("gathered", True, False),
+    ],
+)
+def test_a_pooled_vector_is_of_all_tokens_and_has_one_mask(
+    worker_pool: WorkerPool, pools: str, by_rank: bool, is_right: bool
+) -> None:
+    found = worker_pool.run(pooled_on_two_ranks, pools, by_rank)
+    assert len(found) == 2
+    for error, compared in found:
+        assert compared == 5 and (error < 1e-5 if is_right else error > 0.1)
 
 
 # --- What PyTorch does, and what it refuses. ----------
