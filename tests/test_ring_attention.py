@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import io
 import itertools
 import re
@@ -234,6 +235,130 @@ def test_shards_that_do_not_fit_are_refused(worker_pool: WorkerPool) -> None:
     assert by_rank == [[f"rank {rank} of 2 {end}" for end in said] for rank in (0, 1)]
 
 
+def refused_heads() -> str:
+    """Give four heads of queries and two of keys and values."""
+    q, k = torch.zeros(B, 4, 5, D), torch.zeros(B, 2, 5, D)
+    try:
+        ring.ring_attention(q, k, k, ring.zigzag(10, 2))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_fewer_heads_of_keys_are_refused(worker_pool: WorkerPool) -> None:
+    said = "keys (2, 2, 5, 8) for queries (2, 4, 5, 8): repeat those of grouped heads"
+    assert worker_pool.run(refused_heads) == [said] * 2
+
+
+def errors_in_16_bits(
+    dtype: torch.dtype, scale: float, under_autocast: bool
+) -> tuple[list[float], list[float], set[torch.dtype]]:
+    """Compare attention in 16 bits with float64; return ours, PyTorch's, and dtypes.
+
+    The relative errors are of the output and of three gradients.
+    """
+    tokens, autocast = 256, torch.autocast("cpu", dtype, enabled=under_autocast)
+    rounded = [t.to(dtype) for t in leaves_of(tokens, scale, torch.float64)]
+    shards = ring.zigzag(tokens, dist.get_world_size())
+    mine = shards[dist.get_rank()]
+    inside = torch.float32 if under_autocast else dtype
+
+    def sdpa(*qkv: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*qkv, is_causal=True)
+
+    def results(attend: Any, of: torch.dtype, at: Any = slice(None)) -> list[Tensor]:
+        *qkv, grad = (t[..., at, :].to(of) for t in rounded)
+        qkv = [t.detach().requires_grad_() for t in qkv]
+        with autocast:
+            out = attend(*qkv)
+        return [out, *torch.autograd.grad(out, qkv, grad.to(out.dtype))]
+
+    right = results(sdpa, torch.float64)
+    with torch.autocast("cpu", enabled=False):
+        theirs = results(sdpa, dtype)
+    ours = results(lambda *qkv: ring.ring_attention(*qkv, shards), inside, mine)
+    errors = [
+        [(torch.dist(f.double(), r) / r.norm()).item() for f, r in pairs]
+        for pairs in (
+            zip(ours, [r[..., mine, :] for r in right], strict=True),
+            zip(theirs, right, strict=True),
+        )
+    ]
+    return errors[0], errors[1], {found.dtype for found in ours}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_in_16_bits_the_ring_is_as_exact_as_attention(
+    worker_pool: WorkerPool, dtype: torch.dtype, scale: float
+) -> None:
+    results = worker_pool.run(errors_in_16_bits, dtype, scale, False)
+    assert len(results) == 2
+    for ours, theirs, dtypes in results:
+        assert dtypes == {dtype} and len(ours) == len(theirs) == 4
+        for our, their in zip(ours, theirs, strict=True):
+            assert 0 < our < 1.5 * their, (ours, theirs)
+
+
+def errors_without_wide(scale: float) -> tuple[list[float], list[float]]:
+    """Do it in bf16, and add up parts in bf16 too."""
+    with mock.patch.object(ring, "wide", lambda x: x):
+        return errors_in_16_bits(torch.bfloat16, scale, False)[:2]
+
+
+@pytest.mark.parametrize(("scale", "times"), [(1.0, 3), (3.0, 6)])
+def test_parts_added_up_in_bf16_lose_digits(
+    worker_pool: WorkerPool, scale: float, times: int
+) -> None:
+    results = worker_pool.run(errors_without_wide, scale)
+    assert len(results) == 2
+    for (_, ours, *_), (_, theirs, *_) in results:  # of the query's gradient
+        assert times * theirs < ours < 3 * times * theirs
+
+
+def test_under_autocast_the_ring_computes_in_float32(worker_pool: WorkerPool) -> None:
+    results = worker_pool.run(errors_in_16_bits, torch.bfloat16, 3.0, True)
+    assert len(results) == 2
+    for ours, _, dtypes in results:
+        assert dtypes == {torch.float32} and len(ours) == 4 and max(ours) < 1e-5
+
+
+DOCUMENT = torch.tensor([0] * 10 + [1] * 14)
+
+
+def packed_errors(line: str) -> list[float]:
+    """Put a line where scores_of says so; compare two documents in one sequence."""
+    source = inspect.getsource(ring.scores_of)
+    (comment,) = re.findall(r"^ +# Another mask goes here.*\n", source, re.M)
+    names = {**vars(ring), "doc": DOCUMENT}
+    exec(source.replace(comment, f"    {line}\n"), names)
+    tokens = len(DOCUMENT)
+    *whole, grad = leaves_of(tokens, 1.0, torch.float64)
+    q, k, v = whole = [t.requires_grad_() for t in whole]
+    mask = (DOCUMENT[:, None] == DOCUMENT) & torch.ones(tokens, tokens).tril().bool()
+    right = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    rights = [right, *torch.autograd.grad(right, whole, grad)]
+    shards = ring.zigzag(tokens, dist.get_world_size())
+    mine = shards[dist.get_rank()]
+    parts = [t[..., mine, :].detach().requires_grad_() for t in whole]
+    with mock.patch.object(ring, "scores_of", names["scores_of"]):
+        found = ring.ring_attention(*parts, shards)
+        founds = [found, *torch.autograd.grad(found, parts, grad[..., mine, :])]
+    pairs = zip(founds, rights, strict=True)
+    return [torch.dist(one, other[..., mine, :]).item() for one, other in pairs]
+
+
+def test_another_mask_is_one_line(worker_pool: WorkerPool) -> None:
+    # The line that the comment in scores_of gives.
+    (line,) = re.findall(r"sees &= .*", inspect.getsource(ring.scores_of))
+    packed = worker_pool.run(packed_errors, line)
+    causal = worker_pool.run(packed_errors, "pass")
+    assert len(packed) == len(causal) == 2
+    for right, wrong in zip(packed, causal, strict=True):
+        assert len(right) == len(wrong) == 4
+        assert max(right) < 1e-12 and min(wrong) > 0.1
+
+
 def receive_too_much() -> list[float]:
     """Send three numbers to a rank that expects five."""
     numbers = torch.full((5,), -1.0)
@@ -387,6 +512,27 @@ def test_labels_are_the_next_of_many_different_tokens() -> None:
     assert inputs.shape == labels.shape == (2, 250) and len(right) == 25
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
     assert len(inputs.unique()) > 200
+
+
+def loss_of_labels_that_count() -> tuple[float, float, float]:
+    """Ignore labels; return one process's loss, and ours by two numbers of tokens."""
+    model, inputs, labels, _ = comparison.gradients_of_one_process(torch.device("cpu"))
+    labels = labels.masked_fill(torch.arange(labels.shape[1]) < 100, -100)
+    logits = model(inputs)
+    right = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    shards = ring.zigzag(inputs.shape[1], dist.get_world_size())
+    loss = script.loss_of_shard(model, inputs, labels, shards).detach()
+    dist.all_reduce(loss)
+    times = labels.numel() / (labels != -100).sum().item()
+    return right.item(), (loss * times).item(), loss.item()
+
+
+def test_a_loss_is_divided_by_the_labels_that_count(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(loss_of_labels_that_count)
+    assert len(found) == 2
+    for right, ours, by_tokens in found:
+        assert ours == pytest.approx(right, rel=1e-9)
+        assert by_tokens == pytest.approx(0.6 * right, rel=1e-9)
 
 
 def ending(faults: list[tuple[Any, str, Any]]) -> tuple[Any, str]:

@@ -22,10 +22,11 @@ def zigzag(tokens: int, n: int) -> list[Tensor]:
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, shards: Sequence[Tensor], group: Any = None
 ) -> Tensor:
-    """Attend from this rank's tokens to those of all ranks.
+    """Attend from this rank's tokens to those of all ranks that come before them.
 
     Every rank of the group calls this, and its backward. In tests the results are
-    those of `scaled_dot_product_attention(..., is_causal=True)`.
+    those of `scaled_dot_product_attention(..., is_causal=True)`. It computes in float32
+    at least, under autocast too, and sends gradients so; keys and values as they are.
 
     Args:
         q: (B, H, tokens of this rank, D), and so are k, v and the result.
@@ -34,13 +35,19 @@ def ring_attention(
         shards: positions of each rank's tokens, in the order in which it holds them.
         group: the ranks that share the sequence; None: all.
 
-    Raises ValueError if q, or the number of ranks, does not fit the shards.
+    Raises ValueError if q, or the number of ranks, does not fit the shards, or k or v
+    has another shape than q.
     """
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     if len(shards) != n or len(shards[rank]) != q.shape[-2]:
         lengths = [len(positions) for positions in shards]
         raise ValueError(f"rank {rank} of {n} has {q.shape[-2]} tokens, not {lengths}")
-    return RingAttention.apply(q, k, v, shards, group)
+    for name, x in (("keys", k), ("values", v)):
+        if x.shape != q.shape:
+            shapes = f"{name} {tuple(x.shape)} for queries {tuple(q.shape)}"
+            raise ValueError(f"{shapes}: repeat those of grouped heads")
+    with torch.autocast(q.device.type, enabled=False):
+        return RingAttention.apply(q, k, v, shards, group)
 
 
 class RingAttention(torch.autograd.Function):
@@ -49,16 +56,18 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, shards, group):  # type: ignore[override]
         """Take the softmax over the keys of one rank more in each step of the ring."""
-        kv, mine = torch.stack([k, v]), shards[dist.get_rank(group)]
+        kv, mine, wide_q = torch.stack([k, v]), shards[dist.get_rank(group)], wide(q)
         # The results so far, and the logarithm of what they have been divided by.
-        out, lse = torch.zeros_like(q), torch.full_like(q[..., :1], -torch.inf)
+        out = torch.zeros_like(wide_q)
+        lse = torch.full_like(wide_q[..., :1], -torch.inf)
         for theirs, (k, v) in around_the_ring(kv, shards, group):
-            rows, columns, scores = scores_of(q, k, mine, theirs)
+            rows, columns, scores = scores_of(wide_q, k, mine, theirs)
             before = lse[..., rows, :]
             after = torch.logaddexp(before, scores.logsumexp(-1, keepdim=True))
             more = (scores - after).exp() @ v[..., columns, :]
             out[..., rows, :] = out[..., rows, :] * (before - after).exp() + more
             lse[..., rows, :] = after
+        out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
         ctx.shards, ctx.group = shards, group
         return out
@@ -67,7 +76,9 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[override]
         """Let keys and values go round again, and the sums of their gradients home."""
         (q, kv, out, lse), shards, group = ctx.saved_tensors, ctx.shards, ctx.group
-        mine, grad_q = shards[dist.get_rank(group)], torch.zeros_like(q)
+        mine, dtype = shards[dist.get_rank(group)], q.dtype
+        q, grad = wide(q), wide(grad)
+        grad_q = torch.zeros_like(q)
         # By the softmax's denominator each score has a part in all of a row's outputs:
         # FlashAttention-2 (arXiv 2307.08691), algorithm 2, calls this sum D.
         dot, sums = (grad * out).sum(-1, keepdim=True), []
@@ -85,7 +96,7 @@ class RingAttention(torch.autograd.Function):
             sums.append(grad_kv)
         if len(sums) == 2:
             sums[0] += received(sums.pop(), len(mine), group)
-        return grad_q, *sums[0], None, None
+        return grad_q.to(dtype), *sums[0].to(dtype), None, None
 
 
 def scores_of(q: Tensor, k: Tensor, mine: Tensor, theirs: Tensor) -> tuple[Tensor, ...]:
@@ -93,7 +104,9 @@ def scores_of(q: Tensor, k: Tensor, mine: Tensor, theirs: Tensor) -> tuple[Tenso
 
     The other products are not computed.
     """
-    sees = (mine[:, None] >= theirs).to(q.device)  # by the positions in the sequence
+    sees = mine[:, None] >= theirs  # causal, by the positions in the sequence
+    # Another mask goes here. If packed: sees &= doc[mine][:, None] == doc[theirs]
+    sees = sees.to(q.device)
     rows, columns = sees.any(1), sees.any(0)
     scores = q[..., rows, :] @ k[..., columns, :].mT * q.shape[-1] ** -0.5
     return rows, columns, scores.masked_fill(~sees[rows][:, columns], -torch.inf)
@@ -106,10 +119,16 @@ def around_the_ring(kv: Tensor, shards: Sequence[Tensor], group: Any) -> Iterato
         source, arriving, works = (rank - step) % n, kv, []
         if step < n - 1:  # the next are under way while the caller computes
             arriving, works = pass_on(kv, len(shards[source - 1]), group)
-        yield shards[source], kv
+        yield shards[source], wide(kv)
         for work in works:
             work.wait()
         kv = arriving
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return x in float32, if it has fewer bits."""
+    # In bf16 each step of the ring would lose digits.
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def pass_on(x: Tensor, length: int, group: Any) -> tuple[Tensor, list]:
