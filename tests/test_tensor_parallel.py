@@ -258,6 +258,101 @@ def test_features_that_do_not_divide_are_refused(worker_pool: WorkerPool) -> Non
         worker_pool.run(ten_columns, world_size=4)
 
 
+def adapter_errors(copies_before: str) -> list[float]:
+    """Add B A x to a layer cut by columns; return how wrong x's and A's gradients are.
+
+    All ranks have A, and B is cut as the layer is.
+    """
+    x, weight, a, b = (
+        torch.randn(size, dtype=FLOAT64, generator=torch.Generator().manual_seed(i))
+        for i, size in enumerate([(16, 8), (6, 8), (2, 8), (6, 2)])
+    )
+    n, rank, copy = dist.get_world_size(), dist.get_rank(), layers.CopyToRanks.apply
+    leaves = [[t.clone().requires_grad_() for t in (x, a)] for _ in "12"]
+    (x, a), (mine, own_a) = leaves
+    right = x @ weight.T + x @ a.T @ b.T
+    copied = copy(mine)
+    low = copied @ own_a.T if copies_before == "A" else copy(mine @ own_a.T)
+    found = copied @ weight.chunk(n)[rank].T + low @ b.chunk(n)[rank].T
+    grads = [
+        torch.autograd.grad(y.square().sum(), part)
+        for y, part in zip((right, found), leaves, strict=True)
+    ]
+    pairs = zip(*grads, strict=True)
+    return [(torch.dist(right, g) / right.norm()).item() for right, g in pairs]
+
+
+def test_an_adapter_is_copied_between_its_two_matrices(worker_pool: WorkerPool) -> None:
+    right = worker_pool.run(adapter_errors, "B")
+    wrong = worker_pool.run(adapter_errors, "A")
+    assert len(right) == len(wrong) == 2
+    for (x, a), (x_too, a_wrong) in zip(right, wrong, strict=True):
+        assert max(x, a, x_too) < 1e-14 and a_wrong > 0.1
+
+
+class HeadsThatDiffer(nn.Module):
+    """Causal attention with ALiBi's slopes and half as many heads of keys."""
+
+    def __init__(self, way: str) -> None:
+        """Take slopes and pairs of heads in some way."""
+        super().__init__()
+        self.way = way
+        self.query, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.key, self.value = nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, T, D) to the same shape."""
+        q, k, v = (
+            f(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+            for f in (self.query, self.key, self.value)
+        )
+        if self.way == "keys are tiled":
+            k, v = (t.repeat(1, q.shape[1] // k.shape[1], 1, 1) for t in (k, v))
+        else:
+            k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        heads = q.shape[1] if self.way == "slopes of the heads here" else 4
+        # Press et al. (arXiv 2108.12409): 2 ** (-8 i / heads), for heads 1, 2, ...
+        slopes = 2 ** (-8 * torch.arange(1, heads + 1) / heads)
+        if heads > q.shape[1]:
+            slopes = slopes.chunk(dist.get_world_size())[dist.get_rank()]
+        at = torch.arange(x.shape[1])
+        far = at[:, None] - at
+        bias = torch.where(far < 0, -torch.inf, -slopes[:, None, None] * far)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def error_of_heads(way: str) -> float:
+    """Cut such an attention over two ranks; return how far off its output is."""
+    outputs, mesh = [], init_device_mesh("cpu", (2,))
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+    for is_cut in (False, True):
+        torch.manual_seed(0)
+        attention = HeadsThatDiffer(way)
+        if is_cut:
+            plan: dict = dict.fromkeys(("query", "key", "value"), ColwiseParallel())
+            parallelize_module(attention, mesh, plan | {"out": RowwiseParallel()})
+        outputs.append(attention(x))
+    right, found = outputs
+    return (torch.dist(found, right) / right.norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("way", "is_right"),
+    [
+        ("slopes of all heads, cut", True),
+        ("slopes of the heads here", False),
+        ("keys are tiled", False),
+    ],
+)
+def test_what_differs_by_head_is_cut_from_the_whole_models(
+    worker_pool: WorkerPool, way: str, is_right: bool
+) -> None:
+    errors = worker_pool.run(error_of_heads, way)
+    assert len(errors) == 2
+    assert max(errors) < 1e-6 if is_right else min(errors) > 0.01, errors
+
+
 def vocabulary_errors(in_pairs: bool = False) -> dict[str, float]:
     """Compare embedding and cross-entropy with PyTorch's, labels in every shard."""
     group = pair(in_pairs)
