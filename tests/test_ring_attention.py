@@ -263,8 +263,8 @@ def errors_in_16_bits(
     mine = shards[dist.get_rank()]
     inside = torch.float32 if under_autocast else dtype
 
-    def sdpa(*qkv: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*qkv, is_causal=True)
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def results(attend: Any, of: torch.dtype, at: Any = slice(None)) -> list[Tensor]:
         *qkv, grad = (t[..., at, :].to(of) for t in rounded)

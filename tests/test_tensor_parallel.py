@@ -330,8 +330,9 @@ def error_of_heads(way: str) -> float:
         torch.manual_seed(0)
         attention = HeadsThatDiffer(way)
         if is_cut:
-            plan: dict = dict.fromkeys(("query", "key", "value"), ColwiseParallel())
-            parallelize_module(attention, mesh, plan | {"out": RowwiseParallel()})
+            plan: dict[str, Any] = {"out": RowwiseParallel()}
+            plan |= {name: ColwiseParallel() for name in ("query", "key", "value")}
+            parallelize_module(attention, mesh, plan)
         outputs.append(attention(x))
     right, found = outputs
     return (torch.dist(found, right) / right.norm()).item()
@@ -402,6 +403,24 @@ def test_vocabulary_is_split_exactly(worker_pool: WorkerPool, world_size: int) -
     for errors in results:
         assert len(errors) == 8
         assert all(error < 1e-13 for error in errors.values()), errors
+
+
+def losses_with_an_ignored_label() -> tuple[float, float, float]:
+    """Ignore a label; return PyTorch's loss, ours, and one in which it counts."""
+    logits = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([1, 7, -100, 4, 0, 2])
+    mine = logits.chunk(dist.get_world_size(), 1)[dist.get_rank()]
+    ours = gpt.vocabulary_parallel_cross_entropy(mine, labels)
+    # As if its logit were the row's largest.
+    counted = F.cross_entropy(logits, labels.where(labels >= 0, logits.argmax(1)))
+    return F.cross_entropy(logits, labels).item(), ours.item(), counted.item()
+
+
+def test_the_vocabulary_s_loss_ignores_no_label(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(losses_with_an_ignored_label)
+    assert len(found) == 2
+    for right, ours, counted in found:
+        assert ours == pytest.approx(counted) and abs(ours - right) > 0.01
 
 
 # --- The whole GPT. ----------
