@@ -264,8 +264,8 @@ def adapter_errors(copies_before: str) -> list[float]:
     All ranks have A, and B is cut as the layer is.
     """
     x, weight, a, b = (
-        torch.randn(size, dtype=FLOAT64, generator=torch.Generator().manual_seed(i))
-        for i, size in enumerate([(16, 8), (6, 8), (2, 8), (6, 2)])
+        torch.randn(shape, dtype=FLOAT64, generator=torch.Generator().manual_seed(i))
+        for i, shape in enumerate([(16, 8), (6, 8), (2, 8), (6, 2)])
     )
     n, rank, copy = dist.get_world_size(), dist.get_rank(), layers.CopyToRanks.apply
     leaves = [[t.clone().requires_grad_() for t in (x, a)] for _ in "12"]
