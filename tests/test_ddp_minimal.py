@@ -23,6 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import Schedule1F1B
@@ -1333,6 +1334,12 @@ def shard_and_fill(module: Any, **more: Any) -> None:
         module.to_empty(device="cpu")
 
 
+def with_a_copy_of_adam(*of: Any, get: Any = get_state_dict) -> tuple[Any, Any]:
+    """Return a state whose second half is not the optimizer's own memory."""
+    weights, adam = get(*of)
+    return weights, copy.deepcopy(adam)
+
+
 MESH, SAMPLES = "09_one_mesh", 256
 BF16 = "the policy of a GPU"
 LARGE = "a model too large for one rank"
@@ -1341,7 +1348,10 @@ MESH_FAULTS: dict[str, dict[str, Any]] = {
     "": {},
     "a sampler of all ranks": {"DistributedSampler": all_samples},
     "gradients not clipped": {"torch.nn.utils.clip_grad_norm_": mock.Mock()},
-    "Adam's state lost": {"states.set_optimizer_state_dict": mock.Mock()},
+    "Adam's state lost": {
+        "states.get_state_dict": with_a_copy_of_adam,
+        "states.set_optimizer_state_dict": mock.Mock(),
+    },
     "the order of samples": {"DistributedSampler.set_epoch": lambda self, epoch: None},
     BF16: {"MixedPrecisionPolicy": lambda param_dtype, **more: POLICY},
     "a plain norm": {"tp.parallelize_module": with_a_plain_norm},
