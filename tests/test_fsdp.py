@@ -51,7 +51,7 @@ from launch import ROOT, clean_environment, torchrun
 from lessons import in_the_pool, run_lesson
 from scripts import load_chapter
 from tiny_gpt import write_text
-from worker_pool import RankDied, WorkerPool
+from worker_pool import RankDied, RankError, WorkerPool
 
 CHAPTER, DDP = "06_fsdp", "03_ddp_torchrun"
 SETTINGS, CHECKPOINTS = f"{CHAPTER}/settings", f"{CHAPTER}/checkpoints"
@@ -1054,6 +1054,25 @@ def test_a_whole_file_is_not_loaded_into_a_gathered_root(
     assert loaded == [[3.0] * 4] * 2
 
 
+def whole_after_an_evaluation(reshards: list[bool]) -> list[list[bool]]:
+    """Run a block and the root, which stay whole; tell which are after each reshard."""
+    model: Any = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2)))
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    for is_root in reshards:
+        (model if is_root else model[0]).reshard()
+        found.append([not isinstance(p, DTensor) for p in model.parameters()])
+    return found
+
+
+def test_blocks_that_stay_whole_need_a_reshard_each(worker_pool: WorkerPool) -> None:
+    steps = worker_pool.run(whole_after_an_evaluation, [True, False])
+    assert steps == [[[True, False], [False, False]]] * 2
+
+
 def refused_copy() -> str:
     """Copy a sharded model; return what is said."""
     model: Any = nn.Linear(2, 2)
@@ -1204,6 +1223,19 @@ def test_infinity_norm_fails_on_a_rank_without_rows(worker_pool: WorkerPool) -> 
     (silent, first), (said, second) = worker_pool.run(clipped_by_the_largest)
     assert silent == "" and EMPTY_SHARD in said
     assert first == second == pytest.approx([0.2, 0.4, -1.0, 0.8], abs=1e-5)
+
+
+def item_of_the_largest() -> tuple[float, float]:
+    """Clip by norm_type=inf; return `.item()` of the norm, and its whole value."""
+    model: Any = nn.Linear(1, 2, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    (model(torch.ones(1, 1)) * torch.tensor([[3.0, 5.0]])).sum().backward()
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=math.inf)
+    return norm.item(), norm.full_tensor().item()
+
+
+def test_item_of_an_infinity_norm_is_a_rank_s(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(item_of_the_largest) == [(3.0, 5.0), (5.0, 5.0)]
 
 
 def rows_after_a_step(way: str) -> list[float]:
@@ -2020,7 +2052,7 @@ def test_fully_shard_refuses_in_these_words(worker_pool: WorkerPool) -> None:
         assert text.startswith(line)
 
 
-def saved_after_an_early_forward() -> None:
+def saved_after_an_early_forward(kind: str) -> None:
     """Build the optimizer when the root is gathered, train, and save it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file
     model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
@@ -2029,7 +2061,7 @@ def saved_after_an_early_forward() -> None:
         fully_shard(module, mesh=mesh)
     with torch.no_grad():
         model(torch.ones(1, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
     model(torch.ones(1, 4)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -2040,7 +2072,10 @@ def test_saving_an_optimizer_of_freed_weights_kills_the_process(
     worker_pool: WorkerPool,
 ) -> None:
     with pytest.raises(RankDied, match="died of signal SIGSEGV"):
-        worker_pool.run(saved_after_an_early_forward)
+        worker_pool.run(saved_after_an_early_forward, "SGD")
+    # With a state of the block, of which it has shards.
+    with pytest.raises(RankError, match="KeyError: 1"):
+        worker_pool.run(saved_after_an_early_forward, "AdamW")
 
 
 def batches_tracked(checkpoints: bool) -> int:
@@ -2118,7 +2153,7 @@ def test_settings_cost_what_the_table_says(worker_pool: WorkerPool) -> None:
     assert recompute[work] / default[work] == pytest.approx(1.22, abs=0.02)
     selective = rows["selective checkpointing"]
     assert recompute[peak] < selective[peak] < default[peak]
-    assert selective[work] / default[work] == pytest.approx(1.06, abs=0.02)
+    assert selective[work] / default[work] == pytest.approx(1.05, abs=0.01)
 
 
 class Operators(TorchDispatchMode):

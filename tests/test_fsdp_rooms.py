@@ -20,7 +20,7 @@ import torch.distributed as dist
 from markdown_it import MarkdownIt
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -528,14 +528,21 @@ def rows_and_gradients() -> dict[str, Any]:
 
 
 def late_calls() -> list[str]:
-    """Save an optimizer that was built first; shard the root first: what is said."""
+    """Save, and load, an optimizer that was built first; shard the root first.
+
+    Return what is said.
+    """
     mesh, said = init_device_mesh("cpu", (dist.get_world_size(),)), []
     first, second = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
     early = torch.optim.AdamW(first.parameters())
     fully_shard(first, mesh=mesh)
     fully_shard(second, mesh=mesh)
+    _, right = get_state_dict(first, torch.optim.AdamW(first.parameters()))
     for call in (
         lambda: get_state_dict(first, early),
+        lambda: set_state_dict(
+            first, early, model_state_dict={}, optim_state_dict=right
+        ),
         lambda: fully_shard(second[0], mesh=mesh),
     ):
         with pytest.raises((KeyError, TypeError)) as refused:
@@ -548,10 +555,10 @@ def test_an_early_optimizer_is_not_saved_and_a_root_comes_last(
     worker_pool: WorkerPool,
 ) -> None:
     invariant = "Invariant encountered: value was None when it should not be"
-    assert (
-        worker_pool.run(late_calls)
-        == [["KeyError(0)", f"TypeError('{invariant}')"]] * 2
-    )
+    (saved, loaded, root), *other = worker_pool.run(late_calls)
+    assert other == [[saved, loaded, root]]
+    assert saved == "KeyError(0)" and root == f"TypeError('{invariant}')"
+    assert loaded.startswith("KeyError(Parameter containing:")
 
 
 def gradient_after_zero_grad() -> tuple[bool, float]:

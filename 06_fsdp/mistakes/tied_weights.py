@@ -19,7 +19,7 @@ def main() -> None:
     model = nn.Sequential(embedding, nn.Linear(4, 4), head)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     # WRONG: each unit gathers and frees the weight as if it had it alone. Give both to
-    # one unit, fully_shard([embedding, head]), or leave both to the root's.
+    # one unit, fully_shard([embedding, head]), or leave both to the root.
     fully_shard(embedding, mesh=mesh)
     fully_shard(head, mesh=mesh)
     fully_shard(model, mesh=mesh)
