@@ -16,11 +16,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from launch import ROOT, python
 from lessons import in_the_pool
@@ -625,18 +631,52 @@ def test_label_smoothing_wants_whole_logits(worker_pool: WorkerPool) -> None:
     assert [text.startswith(SMOOTHED) for text in said] == [True] * 2
 
 
-class Pooled(nn.Module):
-    """An embedding of tokens, a mean over them, a pooler with dropout, a classifier."""
+BOTH_AT_ONCE = "index -100 is out of bounds for dimension 1 with size 8"
 
-    def __init__(self) -> None:
+
+def loss_by(weights: bool, ignores: bool) -> str | float:
+    """Go back from a loss of sharded logits; return the error, or what is said."""
+    logits = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    logits.requires_grad_()
+    labels = torch.tensor([1, 7, -100 if ignores else 5, 4, 0, 2])
+    weight = torch.linspace(0.1, 2, 8) if weights else None
+    mesh = init_device_mesh("cpu", (2,))
+    sharded: Any = distribute_tensor(logits.detach(), mesh, [Shard(1)]).requires_grad_()
+    loss_of = functools.partial(nn.functional.cross_entropy, reduction="sum")
+    (right,) = torch.autograd.grad(loss_of(logits, labels, weight), logits)
+    with loss_parallel():
+        try:
+            loss_of(sharded, labels, weight).backward()
+        except RuntimeError as error:
+            return str(error)
+    return torch.dist(sharded.grad.full_tensor(), right).item()
+
+
+def test_loss_parallel_refuses_weights_and_ignored_labels_at_once(
+    worker_pool: WorkerPool,
+) -> None:
+    for weights, ignores in ((True, False), (False, True)):
+        apart = worker_pool.run(loss_by, weights, ignores)
+        assert len(apart) == 2 and max(apart) < 1e-5
+    assert worker_pool.run(loss_by, True, True) == [BOTH_AT_ONCE] * 2
+
+
+class Pooled(nn.Module):
+    """An embedding of tokens, a mean over them, a pooler with dropout, a classifier.
+
+    Perhaps with a norm before the mean.
+    """
+
+    def __init__(self, has_norm: bool = False) -> None:
         """Draw weights."""
         super().__init__()
         self.body = nn.Sequential(nn.Embedding(16, 8))
+        self.norm = nn.LayerNorm(8) if has_norm else nn.Identity()
         self.pooler, self.classifier = nn.Linear(8, 8), nn.Linear(8, 6)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map (B, T) to (B, 6)."""
-        pooled = self.pooler(self.body(tokens).mean(1)).tanh()
+        pooled = self.pooler(self.norm(self.body(tokens)).mean(1)).tanh()
         return self.classifier(nn.functional.dropout(pooled, 0.5))
 
 
@@ -648,12 +688,14 @@ def pooled_on_two_ranks(pools: str, by_rank: bool) -> tuple[float, int]:
     gathered = minimal.tp.PrepareModuleOutput(
         output_layouts=tokens, desired_output_layouts=whole
     )
-    plan = {"body.0": rows} | ({"body": gathered} if pools == "gathered" else {})
+    has_norm = pools == "gathered before a norm"
+    plan = {"body.0": rows} | ({"body": gathered} if pools != "local" else {})
+    plan |= {"norm": minimal.tp.SequenceParallel()} if has_norm else {}
     plan |= {n: ColwiseParallel(output_layouts=whole) for n in ("pooler", "classifier")}
     models = []
     for seed in (0, rank if by_rank else 0):
         torch.manual_seed(1)
-        model = Pooled()
+        model = Pooled(has_norm)
         if models:
             parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
         generator = torch.Generator().manual_seed(2)
@@ -675,6 +717,7 @@ def pooled_on_two_ranks(pools: str, by_rank: bool) -> tuple[float, int]:
         ("gathered", False, True),
         ("local", False, False),
         ("gathered", True, False),
+        ("gathered before a norm", False, False),
     ],
 )
 def test_a_pooled_vector_is_of_all_tokens_and_has_one_mask(
@@ -683,7 +726,8 @@ def test_a_pooled_vector_is_of_all_tokens_and_has_one_mask(
     found = worker_pool.run(pooled_on_two_ranks, pools, by_rank)
     assert len(found) == 2
     for error, compared in found:
-        assert compared == 5 and (error < 1e-5 if is_right else error > 0.1)
+        assert compared == 5 + 2 * (pools == "gathered before a norm")
+        assert error < 1e-5 if is_right else error > 0.1
 
 
 # --- What PyTorch does, and what it refuses. ----------
@@ -1030,6 +1074,44 @@ def test_stages_overwrite_each_others_parameter_groups(
     # Which stage's groups survive, DCP decides; the ranks of the other cannot step.
     assert len(found) == 4 and len(set(found)) == 2
     assert sorted({said for _, said in found}) == ["", "KeyError: 'betas'"]
+
+
+def resumed_as_minimal_does(folder: str) -> tuple[set[str], set[str], float]:
+    """Save two stages and resume; return this one's weights, which are left, how far.
+
+    What is left is what the file has and this stage has no place for.
+    """
+    generator = torch.Generator().manual_seed(4)
+    tokens = (2, 2 * train.MICRO_BATCHES * train.B, 33)
+    first, last = torch.randint(256, tokens, generator=generator)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    part, adam, step = new_run((1, 2, 1), 0)
+    step(first)
+    saved = states.get_state_dict(part, adam, options=options)
+    dcp.save({"model": saved[0], "adam": saved[1]}, checkpoint_id=folder)
+    part_2, adam_2, step_2 = new_run((1, 2, 1), 1)
+    run: dict[str, Any] = {}
+    run["model"], run["adam"] = states.get_state_dict(part_2, adam_2, options=options)
+    planner: Any = dcp.DefaultLoadPlanner()
+    dcp.load(run, checkpoint_id=folder, planner=planner)
+    left = planner.metadata.state_dict_metadata.keys() - planner.state_dict
+    states.set_model_state_dict(part_2, run["model"], options=options)
+    states.set_optimizer_state_dict(part_2, adam_2, run["adam"], options=options)
+    step(last)
+    step_2(last)
+    right, found = weights_of_all(part), weights_of_all(part_2)
+    far = max(torch.dist(right[name], found[name]).item() for name in right)
+    own = {f"model.{name}" for name, _ in part.named_parameters()}
+    return own, {name for name in left if name.startswith("model.")}, far
+
+
+def test_a_stage_has_no_place_for_the_others_weights(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    results = worker_pool.run(resumed_as_minimal_does, str(tmp_path))
+    (first, left_first, far), (last, left_last, far_too) = results
+    assert left_first == last and left_last == first and len(first | last) == 45
+    assert max(far, far_too) < 1e-12
 
 
 # --- All eight ranks. ----------
