@@ -405,6 +405,43 @@ def test_vocabulary_is_split_exactly(worker_pool: WorkerPool, world_size: int) -
         assert all(error < 1e-13 for error in errors.values()), errors
 
 
+def single_head_errors() -> list[float]:
+    """Let each rank have half of the queries and all of one head of keys and values.
+
+    Return how far off the output is, and the sum of the ranks' gradients of its weight.
+    """
+    x, of_q, of_kv, grad = (
+        torch.randn(shape, dtype=FLOAT64, generator=torch.Generator().manual_seed(i))
+        for i, shape in enumerate([(2, 6, 8), (16, 8), (8, 8), (2, 4, 6, 4)])
+    )
+    n, rank, found = dist.get_world_size(), dist.get_rank(), []
+    for heads in (slice(None), slice(rank * 4 // n, (rank + 1) * 4 // n)):
+        weight = of_kv.clone().requires_grad_()
+        q = (x @ of_q.T).unflatten(-1, (4, 4)).transpose(1, 2)[:, heads]
+        k, v = (x @ weight.T).unflatten(-1, (2, 1, 4)).unbind(2)
+        k, v = (t.transpose(1, 2).expand(-1, q.shape[1], -1, -1) for t in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out.backward(grad[:, heads])
+        found.append((out.detach(), weight.grad))
+    (right, right_grad), (mine, term) = found
+    assert term is not None and right_grad is not None
+    parts = right[:, rank * 4 // n : (rank + 1) * 4 // n]
+    alone = torch.dist(term, right_grad).item()
+    dist.all_reduce(term)
+    return [
+        torch.dist(mine, parts).item(),
+        torch.dist(term, right_grad).item(),
+        alone,
+    ]
+
+
+def test_a_single_key_head_may_be_on_all_ranks(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(single_head_errors)
+    assert len(found) == 2
+    for output, added_up, alone in found:
+        assert max(output, added_up) < 1e-12 and alone > 0.1
+
+
 def losses_with_an_ignored_label() -> tuple[float, float, float]:
     """Ignore a label; return PyTorch's loss, ours, and one in which it counts."""
     logits = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -18,10 +18,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -189,9 +195,12 @@ def test_differentiable_all_reduce_counts_the_loss_n_times(
 
 
 def parallelize_own_weights(
-    src_data_rank: int | None = 0,
+    src_data_rank: int | None = 0, names_norm: bool = False, distribute: bool = False
 ) -> tuple[bool, bool, list[float]]:
-    """Seed each rank differently, then split; return whose weights there are now."""
+    """Seed each rank differently, then split; return whose weights there are now.
+
+    The plan may name the norm, and `distribute_module` may follow.
+    """
     torch.manual_seed(0)
     of_rank_0 = nn.Linear(4, 8, bias=False).weight.detach()
     torch.manual_seed(dist.get_rank())
@@ -200,9 +209,16 @@ def parallelize_own_weights(
     own = linear.weight.detach().clone()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plan: Any = {"1": ColwiseParallel()}
+    if names_norm:
+        plan["0"] = SequenceParallel()
     model = nn.Sequential(norm, linear)
     parallelize_module(model, mesh, plan, src_data_rank=src_data_rank)
-    now: Any = linear.weight
+    if distribute:
+        distribute_module(model, mesh)
+    now, of_norm = cast(Any, linear.weight), cast(Any, norm.weight)
+    if names_norm or distribute:
+        assert of_norm.placements == (Replicate(),)
+        of_norm = of_norm.to_local()
     shard, (of_rank_0, own) = (
         now.to_local(),
         (
@@ -210,14 +226,19 @@ def parallelize_own_weights(
             for whole in (of_rank_0, own)
         ),
     )
-    return torch.equal(shard, of_rank_0), torch.equal(shard, own), norm.weight.tolist()
+    return torch.equal(shard, of_rank_0), torch.equal(shard, own), of_norm.tolist()
 
 
-def test_parallelize_module_sends_only_what_the_plan_names(
-    worker_pool: WorkerPool,
+@pytest.mark.parametrize(
+    ("names_norm", "distribute", "of_rank_1"),
+    # `distribute_module` sends rank 0's, unless `SequenceParallel` was before it.
+    [(False, False, 2.0), (True, False, 2.0), (True, True, 2.0), (False, True, 1.0)],
+)
+def test_parallelize_module_sends_only_what_is_cut(
+    worker_pool: WorkerPool, names_norm: bool, distribute: bool, of_rank_1: float
 ) -> None:
-    found = worker_pool.run(parallelize_own_weights)
-    assert found == [(True, True, [1.0] * 4), (True, False, [2.0] * 4)]
+    found = worker_pool.run(parallelize_own_weights, 0, names_norm, distribute)
+    assert found == [(True, True, [1.0] * 4), (True, False, [of_rank_1] * 4)]
     found = worker_pool.run(parallelize_own_weights, None)
     assert found == [(True, True, [1.0] * 4), (False, True, [2.0] * 4)]
 
