@@ -385,6 +385,22 @@ def test_any_schedule_goes_on_where_it_was_on_other_ranks_too(
     assert resumed == [[due]] * ranks
 
 
+def decay_after_resuming(folder: str) -> float:
+    """Resume there with another weight decay; return the one that was used."""
+    made = partial(torch.optim.AdamW, weight_decay=0.5)
+    with mock.patch.object(torch.optim, "AdamW", made):
+        state, *_ = resumable(folder)
+    return state["adam"]["param_groups"][0]["weight_decay"]
+
+
+def test_a_resumed_run_keeps_the_weight_decay_that_was_saved(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    worker_pool.run(resumable, str(tmp_path), 0.1, 16, "evaluate", world_size=1)
+    resumed = worker_pool.run(decay_after_resuming, str(tmp_path), world_size=1)
+    assert resumed == [0.01]  # AdamW's default was saved
+
+
 def test_the_schedule_ends_with_the_run_on_other_ranks_too(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:

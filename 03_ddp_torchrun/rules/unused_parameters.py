@@ -18,7 +18,7 @@ from ranks import check, gather, join, leave, say
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},  # wrong where a pass leaves a parameter out
     "find_unused_parameters": {"find_unused_parameters": True},  # right in every step
-    "static_graph": {"static_graph": True},  # right if all steps are alike; no no_sync
+    "static_graph": {"static_graph": True},  # for equal steps; the first not in no_sync
 }
 SCENARIOS = [["all", "nobody", "all"], ["rank 0", "rank 0"]]  # users, step by step
 
