@@ -41,7 +41,8 @@ def by_name(adam: dict[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
     ours = [p for group in optimizer.param_groups for p in group["params"]]
     names = [name_of[p] for p in ours]
     for i, state in adam["state"].items():
-        if state["exp_avg"].shape != ours[i].shape or not ours[i].requires_grad:
+        shape = state.get("exp_avg", ours[i]).shape  # Adam's; SGD has none
+        if shape != ours[i].shape or not ours[i].requires_grad:
             raise RuntimeError(f"size mismatch, or frozen: {names[i]}")
     for group in adam["param_groups"]:
         group["params"] = [names[i] for i in group["params"]]

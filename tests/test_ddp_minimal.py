@@ -1182,13 +1182,16 @@ def test_adam_s_moments_of_what_was_unfrozen_are_not_dropped(
 def taken_from_a_file_of_ddp(folder: str, kind: str) -> str | float:
     """Resume from what one process saved; return the error, or how far Adam is off.
 
-    The sharded model has wrapped or frozen blocks, or groups in another order.
+    The sharded model has wrapped or frozen blocks, or groups in another order. Or both
+    are trained by SGD.
     """
     module: Any = load_chapter("06_fsdp")["minimal_resumable"]
 
     def grouped(model: Any, dims: tuple[int, ...]) -> Any:
         of = {dim: [p for p in model.parameters() if p.dim() == dim] for dim in dims}
         groups = [{"params": of[dim], "weight_decay": 0.1 * dim} for dim in dims]
+        if kind == "SGD":
+            return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
         return torch.optim.AdamW(groups, lr=1e-2)
 
     torch.manual_seed(0)
@@ -1205,7 +1208,7 @@ def taken_from_a_file_of_ddp(folder: str, kind: str) -> str | float:
     sharded_adam = grouped(model, (2, 1) if kind == "swapped" else (1, 2))
     try:
         module.resume(file, model, sharded_adam)
-    except RuntimeError as error:
+    except (KeyError, RuntimeError) as error:
         return str(error)
     pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
     assert len(pairs) == len(sharded_adam.state) == 14
@@ -1213,7 +1216,9 @@ def taken_from_a_file_of_ddp(folder: str, kind: str) -> str | float:
     return max(
         (ours[name].full_tensor() - due[name]).abs().max().item()
         for ours, due in moments
-        for name in ("exp_avg", "exp_avg_sq")
+        for name in (
+            ["momentum_buffer"] if kind == "SGD" else ["exp_avg", "exp_avg_sq"]
+        )
     )
 
 
@@ -1222,6 +1227,7 @@ def taken_from_a_file_of_ddp(folder: str, kind: str) -> str | float:
     [
         ("", ""),
         ("wrapped", ""),
+        ("SGD", ""),
         ("swapped", "token_embedding.weight"),
         ("frozen", "blocks.0.attention_norm.weight"),
     ],

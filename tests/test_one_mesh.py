@@ -688,9 +688,15 @@ def pooled_on_two_ranks(pools: str, by_rank: bool) -> tuple[float, int]:
     gathered = minimal.tp.PrepareModuleOutput(
         output_layouts=tokens, desired_output_layouts=whole
     )
-    has_norm = pools == "gathered before a norm"
-    plan = {"body.0": rows} | ({"body": gathered} if pools != "local" else {})
+    has_norm = "norm" in pools
+    plan = {"body.0": rows}
     plan |= {"norm": minimal.tp.SequenceParallel()} if has_norm else {}
+    if pools == "gathered behind a norm":  # which another pattern names, too
+        plan["*norm"] = minimal.tp.PrepareModuleOutput(
+            output_layouts=tokens, desired_output_layouts=whole, use_local_output=False
+        )
+    elif pools != "local":
+        plan["body"] = gathered
     plan |= {n: ColwiseParallel(output_layouts=whole) for n in ("pooler", "classifier")}
     models = []
     for seed in (0, rank if by_rank else 0):
@@ -718,6 +724,7 @@ def pooled_on_two_ranks(pools: str, by_rank: bool) -> tuple[float, int]:
         ("local", False, False),
         ("gathered", True, False),
         ("gathered before a norm", False, False),
+        ("gathered behind a norm", False, True),
     ],
 )
 def test_a_pooled_vector_is_of_all_tokens_and_has_one_mask(
@@ -726,7 +733,7 @@ def test_a_pooled_vector_is_of_all_tokens_and_has_one_mask(
     found = worker_pool.run(pooled_on_two_ranks, pools, by_rank)
     assert len(found) == 2
     for error, compared in found:
-        assert compared == 5 + 2 * (pools == "gathered before a norm")
+        assert compared == 5 + 2 * ("norm" in pools)
         assert error < 1e-5 if is_right else error > 0.1
 
 

@@ -269,9 +269,9 @@ def errors_in_16_bits(
     def results(attend: Any, of: torch.dtype, at: Any = slice(None)) -> list[Tensor]:
         *qkv, grad = (t[..., at, :].to(of) for t in rounded)
         qkv = [t.detach().requires_grad_() for t in qkv]
-        with autocast:
+        with autocast:  # backward too, in which a loop may call it
             out = attend(*qkv)
-        return [out, *torch.autograd.grad(out, qkv, grad.to(out.dtype))]
+            return [out, *torch.autograd.grad(out, qkv, grad.to(out.dtype))]
 
     right = results(sdpa, torch.float64)
     with torch.autocast("cpu", enabled=False):

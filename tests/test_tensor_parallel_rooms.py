@@ -239,6 +239,11 @@ def test_parallelize_module_sends_only_what_is_cut(
 ) -> None:
     found = worker_pool.run(parallelize_own_weights, 0, names_norm, distribute)
     assert found == [(True, True, [1.0] * 4), (True, False, [of_rank_1] * 4)]
+
+
+def test_without_a_source_each_rank_cuts_its_own_weights(
+    worker_pool: WorkerPool,
+) -> None:
     found = worker_pool.run(parallelize_own_weights, None)
     assert found == [(True, True, [1.0] * 4), (False, True, [2.0] * 4)]
 

@@ -82,18 +82,20 @@ class RingAttention(torch.autograd.Function):
         # By the softmax's denominator each score has a part in all of a row's outputs:
         # FlashAttention-2 (arXiv 2307.08691), algorithm 2, calls this sum D.
         dot, sums = (grad * out).sum(-1, keepdim=True), []
-        for theirs, (k, v) in around_the_ring(kv, shards, group):
-            rows, columns, scores = scores_of(q, k, mine, theirs)
-            p = (scores - lse[..., rows, :]).exp()  # of the softmax over all keys
-            grad_p = grad[..., rows, :] @ v[..., columns, :].mT
-            grad_scores = p * (grad_p - dot[..., rows, :]) * q.shape[-1] ** -0.5
-            grad_q[..., rows, :] += grad_scores @ k[..., columns, :]
-            grad_kv = k.new_zeros(2, *k.shape)
-            grad_kv[0][..., columns, :] = grad_scores.mT @ q[..., rows, :]
-            grad_kv[1][..., columns, :] = p.mT @ grad[..., rows, :]
-            if len(sums) == 2:  # the rank that had these keys before has a sum so far
-                grad_kv += received(sums.pop(), len(theirs), group)
-            sums.append(grad_kv)
+        # As in forward: a caller may go back inside of an autocast, too.
+        with torch.autocast(q.device.type, enabled=False):
+            for theirs, (k, v) in around_the_ring(kv, shards, group):
+                rows, columns, scores = scores_of(q, k, mine, theirs)
+                p = (scores - lse[..., rows, :]).exp()  # of the softmax over all keys
+                grad_p = grad[..., rows, :] @ v[..., columns, :].mT
+                grad_scores = p * (grad_p - dot[..., rows, :]) * q.shape[-1] ** -0.5
+                grad_q[..., rows, :] += grad_scores @ k[..., columns, :]
+                grad_kv = k.new_zeros(2, *k.shape)
+                grad_kv[0][..., columns, :] = grad_scores.mT @ q[..., rows, :]
+                grad_kv[1][..., columns, :] = p.mT @ grad[..., rows, :]
+                if len(sums) == 2:  # the rank that had these keys before has a sum
+                    grad_kv += received(sums.pop(), len(theirs), group)
+                sums.append(grad_kv)
         if len(sums) == 2:
             sums[0] += received(sums.pop(), len(mine), group)
         return grad_q.to(dtype), *sums[0].to(dtype), None, None
