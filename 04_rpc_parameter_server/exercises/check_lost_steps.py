@@ -51,7 +51,10 @@ def explain_table(found: torch.Tensor, own: int) -> str:
     """Say in words which steps are missing, or nothing."""
     rows = [set(row) for row in found.tolist()]
     if any(len(row) > 1 for row in rows):
-        return "the numbers in a row differ, though all get the same gradient"
+        return (
+            "the numbers in a row differ, though all get the same gradient: did both "
+            "trainers change it, without the lock?"
+        )
     shared, mine = rows[0].pop(), rows[own].pop()
     if shared == mine == 0:
         return f"none of {2 * STEPS} steps has reached the server's table"
