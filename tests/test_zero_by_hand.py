@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -1003,10 +1003,23 @@ WALKS: list[tuple[bool, Frozen]] = [
 ]
 
 
-def recompute_in_stage_3(is_reentrant: bool | None) -> tuple[list[float], str]:
-    """Take three steps; return how far gradients are from one process's, and an error.
+class Recomputed(NamedTuple):
+    """How far gradients are from one process's, an error, and what is whole after it.
 
-    The middle layers are under activation checkpointing, unless it is None.
+    And whether the model's `zero_grad` clears the gradient of every shard.
+    """
+
+    apart: list[float]
+    error: str
+    whole: list[str]
+    nbytes: int
+    clears: bool
+
+
+def recompute_in_stage_3(is_reentrant: bool | None, ends: str) -> Recomputed:
+    """Take three steps, with the middle layers under activation checkpointing.
+
+    Not if `is_reentrant` is None. They end in a layer, or in one without parameters.
     """
 
     class Middle(nn.Sequential):
@@ -1017,6 +1030,8 @@ def recompute_in_stage_3(is_reentrant: bool | None) -> tuple[list[float], str]:
 
     torch.manual_seed(0)
     middle = Middle(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
+    if ends == "Tanh":
+        middle.append(nn.Tanh())
     module = nn.Sequential(nn.Linear(7, 7), middle, nn.Linear(7, 1)).double()
     alone = copy.deepcopy(module)
     model = script("zero_3").FullySharded(module)
@@ -1037,23 +1052,38 @@ def recompute_in_stage_3(is_reentrant: bool | None) -> tuple[list[float], str]:
         for one in (optimizer, single):
             one.step()
             one.zero_grad()
+    whole = {id(part.whole) for part in model.parts}
+    shown = [name for name, p in module.named_parameters() if id(p) in whole]
+    backward(model, 3)
+    model.finish_gradient_sync()
+    model.zero_grad()
+    clears = all(part.shard.grad is None for part in model.parts)
+    error = ""
     try:
         model.full_parameters()
-    except (KeyError, RuntimeError) as error:
-        return apart, type(error).__name__
-    return apart, ""
+    except (KeyError, RuntimeError) as raised:
+        error = type(raised).__name__
+    return Recomputed(apart, error, shown, whole_bytes(model), clears)
 
 
+@pytest.mark.parametrize("ends", ["Linear", "Tanh"])
 @pytest.mark.parametrize("is_reentrant", [None, True, False])
 def test_stage_3_takes_activation_checkpointing_if_it_is_reentrant(
-    worker_pool: WorkerPool, is_reentrant: bool | None
+    worker_pool: WorkerPool, is_reentrant: bool | None, ends: str
 ) -> None:
-    results = worker_pool.run(recompute_in_stage_3, is_reentrant, world_size=3)
+    results = worker_pool.run(recompute_in_stage_3, is_reentrant, ends, world_size=3)
     # The other kind leaves a forward pass early: no hook puts back the last shards.
-    for apart, error in results:
-        assert apart == pytest.approx([0.0] * 3, abs=1e-12)
-        assert (error != "") == (is_reentrant is False)
+    is_left = is_reentrant is False and ends == "Linear"
+    for found in results:
+        assert found.apart == pytest.approx([0.0] * 3, abs=1e-12)
+        assert (found.error != "") == is_left
+        assert found.whole == (["1.2.weight", "1.2.bias"] if is_left else [])
+        assert (found.nbytes, found.clears) == (0, not is_left)
     assert len(results) == 3
+    page = " ".join((ROOT / CHAPTER / "README.md").read_text("utf-8").split())
+    assert (
+        "otherwise `parameters()` afterwards yields a block's last layer whole" in page
+    )
 
 
 def whole_bytes(model: Any) -> int:
