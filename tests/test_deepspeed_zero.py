@@ -376,12 +376,17 @@ OF_ONE, OTHER_BY_0 = [(1, None), (1, None)], [(1, 0), (1, 0)]
 
 
 def moved_in_all_stages(
-    *steps: list[Any], plain: bool = False, adam: bool = False, micro_batches: int = 1
+    *steps: list[Any],
+    plain: bool = False,
+    adam: bool = False,
+    micro_batches: int = 1,
+    grows: bool | None = None,
 ) -> list[Any]:
     """Take steps in each stage; return how far the last one moves both layers.
 
     A step is a list of backward passes, each of the sum of some forward passes. In
-    place of a stage's two numbers stands its error, if it ends with one.
+    place of a stage's two numbers stands its error, if it ends with one. `grows` says
+    that the second layer is frozen at first, or is frozen from the second step on.
     """
     from deepspeed.runtime.zero import GatheredParameters
 
@@ -389,6 +394,7 @@ def moved_in_all_stages(
     for stage in range(4):  # in this order: stage 3 patches `linear` for good
         model = TwoLayers()
         weights = [layer.weight for layer in model.layers]
+        model.layers[1].requires_grad_(grows is not True)
         engine = engine_for(
             model, stage, adam, gradient_accumulation_steps=micro_batches
         )
@@ -408,6 +414,7 @@ def moved_in_all_stages(
                         loss = torch.stack(losses).sum()
                         loss.backward() if plain else engine.backward(loss)
                     engine.step()
+                model.layers[1].requires_grad_(grows is not False)
                 before, after = after, read()
             found.append([round(a - b, 4) for a, b in zip(before, after, strict=True)])
         except (KeyError, RuntimeError) as error:
@@ -1536,6 +1543,26 @@ def test_a_layer_used_times_0_goes_on_by_adams_moments(zero_pools: Pools) -> Non
     after = [layer.weight.mean().item() for layer in model.layers]
     due = [a - b for a, b in zip(before, after, strict=True)]
     assert took == [[pytest.approx(due, abs=1e-4)] * 4] * 2 and due[1] > 0.15
+
+
+def test_unfreezing_later_does_nothing_and_freezing_stops_gradients_alone(
+    zero_pools: Pools,
+) -> None:
+    run, steps = zero_pools(2).run, [[[OF_BOTH]]] * 2
+    unfrozen = run(partial(moved_in_all_stages, grows=True), *steps)
+    assert unfrozen == [[[1, 10], *[[1, 0]] * 3]] * 2
+    # Plain SGD has no moments and no decay: without a gradient the layer stands still.
+    frozen = partial(moved_in_all_stages, grows=False)
+    assert run(frozen, *steps) == [[[1, 0]] * 4] * 2
+    # AdamW takes a gradient of zero.
+    by_adam = run(partial(frozen, adam=True), *steps)
+    by_zeros = run(partial(moved_in_all_stages, adam=True), steps[0], [[OTHER_BY_0]])
+    assert [[second for _, second in stages] for stages in by_adam] == [
+        [0, *(second for _, second in stages[1:])] for stages in by_zeros
+    ]
+    assert by_zeros[0][1][1] > 0.15
+    page = " ".join((FOLDER / "README.md").read_text("utf-8").split())
+    assert "a layer frozen later may move on" in page
 
 
 def test_two_backwards_before_a_step_lose_the_first_in_stages_1_and_2(
