@@ -25,6 +25,8 @@ from worker_pool import WorkerPool
 from zero_ranks import Pools, forget_earlier_group
 
 ROOM, CLASSIFIER = "05_deepspeed_zero/huggingface", "SequenceClassification"
+OWN_CLASSIFIER = f"{CLASSIFIER} whose forward takes no **kwargs"
+STAGE_2 = {"stage": 2}
 PARAMS = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
 IN_CONFIG = {"type": "AdamW", "params": PARAMS}
 
@@ -159,16 +161,20 @@ def rates_of_a_schedule(
 
 
 class FirstStep(NamedTuple):
-    """Trainer's first step: loss and gradient norm by one process's; what it saves."""
+    """Trainer's first step by one process's: loss and gradient norm, `eval_loss`.
+
+    And which files it saves.
+    """
 
     times: list[float]
+    evaluated: float
     saved: set[str]
 
 
 def first_step_of_trainer(
-    kind: str, mends: bool = True, steps: int = 1, **zero: Any
+    kind: str, mends: bool = True, steps: int = 1, averages: bool = True, **zero: Any
 ) -> FirstStep:
-    """Take Trainer's first step under ZeRO, or DDP, and save the model."""
+    """Take Trainer's first step under ZeRO, or DDP, evaluate and save the model."""
     from transformers import PrinterCallback, Trainer, TrainingArguments
     from transformers.models.qwen2 import modeling_qwen2
 
@@ -179,10 +185,17 @@ def first_step_of_trainer(
     module.prepare(module.CONFIG)
     config = modules["qwen"].small_config()
     config.num_labels, config.pad_token_id = 3, 0
+
+    class OwnForSequenceClassification(modeling_qwen2.Qwen2ForSequenceClassification):
+        def forward(self, input_ids: Any, labels: Any = None) -> Any:  # type: ignore
+            return super().forward(input_ids=input_ids, labels=labels)
+
     torch.manual_seed(0)
-    model = getattr(modeling_qwen2, f"Qwen2For{kind}")(config)
+    own = {OWN_CLASSIFIER: OwnForSequenceClassification}
+    model: Any = own.get(kind) or getattr(modeling_qwen2, f"Qwen2For{kind}")
+    model = model(config)
     rows = torch.randint(1, 256, (16, 8))
-    labels = rows[:, 0] % 3 if kind == CLASSIFIER else rows
+    labels = rows if kind == "CausalLM" else rows[:, 0] % 3
     loss = model(input_ids=rows, labels=labels).loss
     loss.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -194,8 +207,11 @@ def first_step_of_trainer(
             deepspeed=deepspeed,
             use_cpu=True,
             per_device_train_batch_size=16 // dist.get_world_size() // steps,
+            per_device_eval_batch_size=16 // dist.get_world_size(),
             gradient_accumulation_steps=steps,
+            average_tokens_across_devices=averages,
             max_steps=1,
+            learning_rate=0.0,
             logging_steps=1,
             report_to=[],
             save_strategy="no",
@@ -204,16 +220,18 @@ def first_step_of_trainer(
         )
         pairs = zip(rows, labels, strict=True)
         dataset: Any = [{"input_ids": row, "labels": label} for row, label in pairs]
-        trainer = Trainer(model, arguments, train_dataset=dataset)
+        trainer = Trainer(model, arguments, None, dataset, dataset)
         trainer.remove_callback(PrinterCallback)
         if mends:
             trainer.model_accepts_loss_kwargs = False
         trainer.train()
         log = trainer.state.log_history[0]
+        evaluated = trainer.evaluate()["eval_loss"] / due[0]
         trainer.save_model(f"{folder}/saved")
         saved = {path.name for path in Path(folder, "saved").glob("*")}
     module.AcceleratorState._reset_state(reset_partial_state=True)
-    return FirstStep([log["loss"] / due[0], log["grad_norm"] / due[1]], saved)
+    times = [log["loss"] / due[0], log["grad_norm"] / due[1]]
+    return FirstStep(times, evaluated, saved)
 
 
 def decay_under_trainer(samples: int = 48, drops: bool = False, **more: Any) -> Any:
@@ -416,14 +434,16 @@ def test_a_schedule_given_to_prepare_takes_a_step_for_each_rank(
 
 
 @pytest.mark.parametrize(
-    ("kind", "mends", "steps", "zero", "factor"),
+    ("kind", "mends", "steps", "more", "factor", "evaluated"),
     [
-        (CLASSIFIER, False, 2, {"stage": 2}, 4),
-        (CLASSIFIER, True, 2, {"stage": 2}, 1),
-        pytest.param(CLASSIFIER, False, 1, {"stage": 2}, 2, marks=pytest.mark.slow),
-        pytest.param(CLASSIFIER, False, 2, {}, 4, marks=pytest.mark.slow),
-        pytest.param(CLASSIFIER, True, 2, {}, 1, marks=pytest.mark.slow),
-        pytest.param("CausalLM", False, 2, {"stage": 2}, 1, marks=pytest.mark.slow),
+        (CLASSIFIER, False, 2, STAGE_2, 4, 2),
+        (CLASSIFIER, True, 2, STAGE_2, 1, 1),
+        (OWN_CLASSIFIER, False, 2, STAGE_2, 1, 1),
+        (CLASSIFIER, False, 2, STAGE_2 | {"averages": False}, 2, 1),
+        pytest.param(CLASSIFIER, False, 1, STAGE_2, 2, 2, marks=pytest.mark.slow),
+        pytest.param(CLASSIFIER, False, 2, {}, 4, 2, marks=pytest.mark.slow),
+        pytest.param(CLASSIFIER, True, 2, {}, 1, 1, marks=pytest.mark.slow),
+        pytest.param("CausalLM", False, 2, STAGE_2, 1, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_classifier_s_gradients_are_too_large_under_trainer(
@@ -431,13 +451,20 @@ def test_a_classifier_s_gradients_are_too_large_under_trainer(
     kind: str,
     mends: bool,
     steps: int,
-    zero: dict[str, Any],
+    more: dict[str, Any],
     factor: float,
+    evaluated: float,
 ) -> None:
-    """By ranks and by accumulation steps, unless one line mends it."""
-    step = functools.partial(first_step_of_trainer, **zero)
+    """By ranks and by accumulation steps, unless one line mends it.
+
+    Or unless `forward` takes no `**kwargs`: Trainer then tells it nothing.
+    """
+    step = functools.partial(first_step_of_trainer, **more)
     found = zero_pools(2).run(step, kind, mends, steps, world_size=2)
     assert [pytest.approx(of.times, rel=1e-4) for of in found] == [[factor] * 2] * 2
+    assert [of.evaluated for of in found] == [pytest.approx(evaluated, rel=1e-4)] * 2
+    page = " ".join((ROOT / ROOM / "README.md").read_text("utf-8").split())
+    assert "**If a classifier's `forward` takes `**kwargs`, loss and gradients" in page
 
 
 @pytest.mark.parametrize("is_in_config", [False, True])
@@ -529,6 +556,34 @@ def test_accelerate_saves_shards_to_resume_and_one_file_of_weights(
     assert {n: t.shape for n, t in gathered.items()} == {
         n: t.shape for n, t in expected.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("option", "ranks"),
+    [("--multi_gpu", 2), ("--use_deepspeed", 2), ("--cpu", 1), ("", 1)],
+)
+def test_without_gpus_accelerate_launch_needs_an_option_for_two_processes(
+    option: str, ranks: int
+) -> None:
+    import torch.distributed.run
+    from accelerate.commands import launch
+
+    words = [option] * (option != "") + ["--num_processes=2", "script.py"]
+    arguments = launch.launch_command_parser().parse_args(words)
+    simple = mock.Mock()
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: False),
+        mock.patch.object(torch.cuda, "device_count", lambda: 0),
+        mock.patch.object(launch, "default_config_file", "/nowhere"),
+        mock.patch.object(launch, "simple_launcher", simple),
+        mock.patch.object(torch.distributed.run, "run") as several,
+    ):
+        launch.launch_command(arguments)
+    started = [int(call.args[0].nproc_per_node) for call in several.call_args_list]
+    assert (started, simple.call_count) == (([2], 0) if ranks == 2 else ([], 1))
+    page = (ROOT / ROOM / "README.md").read_text("utf-8")
+    needs = re.search(r"`accelerate launch` needs (.*) for two", page)
+    assert needs and (f"`{option}`" in needs[1]) == (ranks == 2)
 
 
 def test_accelerate_launch_adds_multi_gpu_where_there_are_several() -> None:
