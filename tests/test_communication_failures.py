@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -698,6 +699,84 @@ def test_other_lengths_may_time_out(worker_pool: WorkerPool) -> None:
     assert all(re.search("|".join([timed_out, *LOST]), end) for end in ends), ends
 
 
+def sums_by_call(numbers: list[list[list[float]]]) -> list[Any]:
+    """Sum the tensors of each call in turn; return what came, and the error if any.
+
+    `numbers` has, for each rank, what it brings to its first call, its second, ...
+    """
+    group, found = dist.new_group(timeout=timedelta(seconds=1)), []
+    for mine in numbers[dist.get_rank()]:
+        x = torch.tensor(mine)
+        try:
+            dist.all_reduce(x, group=group)
+            found.append(x.tolist())
+        except RuntimeError as error:
+            return [*found, str(error)]
+    return found
+
+
+def page() -> str:
+    """Return the room's page, with each white space made one."""
+    return " ".join((ROOT / ROOM / "README.md").read_text("utf-8").split())
+
+
+ENDS_OF_A_WAIT = "|".join(["Timed out waiting 1000ms", *LOST])
+
+
+def test_one_number_against_two_may_be_a_wrong_sum_on_three_ranks(
+    worker_pool: WorkerPool,
+) -> None:
+    calls = [[[1.0]], [[10.0]], [[100.0, 200.0]]]
+    (first,), (second,), (third,) = worker_pool.run(sums_by_call, calls, world_size=3)
+    # Both that brought one number return; the middle one has no sum at all.
+    assert first == [111.0] != second
+    assert len(second) == 1 and isinstance(second[0], float)
+    assert re.search(ENDS_OF_A_WAIT, third), third
+    assert "or give some a wrong sum." in page()
+
+
+def sum_of_millions(lengths: list[int], *dtypes: torch.dtype) -> dict[float, int] | str:
+    """Bring so many of 1.0, rank 1 of 10.0; count what came, or return the error."""
+    group, rank = dist.new_group(timeout=timedelta(seconds=1)), dist.get_rank()
+    x = torch.full((lengths[rank] * 10**6,), 10.0**rank, dtype=dtypes[rank])
+    try:
+        dist.all_reduce(x, group=group)
+    except RuntimeError as error:
+        return str(error)
+    values, counts = x.unique(return_counts=True)
+    return dict(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def test_half_of_a_sum_comes_back_if_the_lengths_fit(worker_pool: WorkerPool) -> None:
+    # Gloo cuts both tensors into pieces of one size, so no length that arrives is
+    # wrong. Rank 0 has half of the sum, and rank 1's numbers in place of the rest.
+    one = (torch.float32, torch.float32)
+    first, second = worker_pool.run(sum_of_millions, [1, 2], *one)
+    assert first == {10.0: 500_000, 11.0: 500_000}
+    assert isinstance(second, str) and re.search(ENDS_OF_A_WAIT, second), second
+
+
+def test_half_of_a_sum_is_garbage_if_the_dtypes_are_of_two_widths(
+    worker_pool: WorkerPool,
+) -> None:
+    two = (torch.float32, torch.float64)
+    first, second = worker_pool.run(sum_of_millions, [1, 1], *two)
+    # As two float32, a float64's 10 is 0 and 2.5625: half of them lie there alone, to
+    # the others 1 is added.
+    assert first == dict.fromkeys((0.0, 1.0, 2.5625, 3.5625), 250_000)
+    assert isinstance(second, str) and re.search(ENDS_OF_A_WAIT, second), second
+
+
+def test_after_a_skipped_call_the_sums_are_of_different_steps(
+    worker_pool: WorkerPool,
+) -> None:
+    # Three steps; rank 1 leaves out the first, and its next call stands for that one.
+    steps = [[[1.0], [10.0], [100.0]], [[2000.0], [30000.0]]]
+    *sums, error = worker_pool.run(sums_by_call, steps)[0]
+    assert sums == [[2001.0], [30010.0]]
+    assert re.search(ENDS_OF_A_WAIT, error), error
+
+
 def wait_for_a_rank_that_left() -> str:
     """Wait without a timeout of one's own in a group that allows one second."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
@@ -726,23 +805,49 @@ def test_monitored_barrier_ignores_the_timeout_of_its_group(
     ]
 
 
-def recorded_calls() -> list[str]:
-    """Make calls of four kinds; return those that the flight recorder has noted."""
+def refused_monitored_barriers() -> list[str]:
+    """Meet in two groups on gloo, one of them by another name; return the errors."""
+    errors = []
+    for backend in ("gloo", "cpu:gloo"):
+        group = dist.new_group(backend=backend)
+        try:
+            dist.monitored_barrier(group, timeout=timedelta(seconds=60))
+        except ValueError as error:
+            errors.append(f"{backend}: {error}")
+    return errors
+
+
+def test_monitored_barrier_wants_the_name_gloo(worker_pool: WorkerPool) -> None:
+    error = "cpu:gloo: monitored_barrier is only implemented for GLOO backend."
+    assert worker_pool.run(refused_monitored_barriers) == [[error]] * 2
+
+
+def recorded_during(calls: Callable[[], None]) -> list[str]:
+    """Return the names of the calls that the flight recorder notes meanwhile."""
     recorder: Any = _distributed_c10d  # its types leave out the function
 
     def recorded() -> list[dict[str, Any]]:
         return pickle.loads(recorder._dump_fr_trace())["entries"]
 
     last = max((entry["record_id"] for entry in recorded()), default=-1)
-    dist.all_reduce(one := torch.ones(1))
-    dist.monitored_barrier(timeout=timedelta(seconds=60))
-    if dist.get_rank() == 0:
-        dist.send(one, 1)
-    else:
-        dist.recv(one, 0)
-    dist.broadcast(one, 0)
+    calls()
     new = [entry for entry in recorded() if entry["record_id"] > last]
     return [entry["profiling_name"] for entry in new]
+
+
+def recorded_calls() -> list[str]:
+    """Make calls of four kinds; return those that the flight recorder has noted."""
+
+    def calls() -> None:
+        dist.all_reduce(one := torch.ones(1))
+        dist.monitored_barrier(timeout=timedelta(seconds=60))
+        if dist.get_rank() == 0:
+            dist.send(one, 1)
+        else:
+            dist.recv(one, 0)
+        dist.broadcast(one, 0)
+
+    return recorded_during(calls)
 
 
 def test_flight_recorder_notes_no_monitored_barrier_and_no_message(
@@ -761,8 +866,10 @@ def calls_that_differ() -> dict[str, str | float]:
         "op": (1, dist.all_reduce, {"op": ("sum", "avg")[rank]}),
         "src": (1, dist.broadcast, {"src": rank}),
         "dst": (1, dist.reduce, {"dst": rank}),
+        "layout": (1, dist.all_reduce, {}),
     }.items():
         x = torch.full((numel,), rank + 1.0)
+        x = x.to_sparse() if (name, rank) == ("layout", 0) else x
         # All start before anybody waits, so that two timeouts take the time of one.
         group = dist.new_group(timeout=timedelta(seconds=2))
         if "op" in options:
@@ -780,16 +887,97 @@ def calls_that_differ() -> dict[str, str | float]:
     return found
 
 
-def test_detail_compares_shapes_but_no_op_src_or_dst(worker_pool: WorkerPool) -> None:
+def test_detail_compares_shapes_but_no_layout_op_src_or_dst(
+    worker_pool: WorkerPool,
+) -> None:
     results = worker_pool.run(calls_that_differ)
     assert len(results) == 2
     for found in results:
         assert "Detected mismatch between collectives" in str(found["shape"])
-        assert not any("mismatch" in str(found[name]) for name in ("op", "src", "dst"))
+        others = [text for name, text in found.items() if name != "shape"]
+        assert len(others) == 4 and not any("mismatch" in str(one) for one in others)
     # A sum on one rank, a mean on the other; the others wait for what nobody sends.
     assert [found["op"] for found in results] == [3.0, 1.5]
-    for name in ("src", "dst"):
+    for name in ("src", "dst", "layout"):
         assert any("Timed out waiting 2000ms" in str(found[name]) for found in results)
+
+
+def mismatches_found() -> dict[str, list[bool]]:
+    """At DETAIL, call with other dtypes, then other shapes; say what was an error."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    found: dict[str, list[bool]] = {}
+    for dtypes, shapes in (
+        ((torch.float32, torch.int32), ((2, 3), (2, 3))),
+        ((torch.float32, torch.float32), ((2, 3), (3, 2))),
+    ):
+        x = torch.ones(shapes[rank], dtype=dtypes[rank])
+        both, single = [x.clone() for _ in range(world_size)], torch.cat([x, x])
+        lists = both if rank == 0 else None
+        for name, tensors in {
+            "all_reduce": (x,),
+            "broadcast": (x, 0),
+            "reduce": (x, 0),
+            "scatter": (x, lists, 0),
+            "gather": (x, lists, 0),
+            "all_gather": (both, x),
+            "all_gather_single": (single, x),
+            "reduce_scatter": (x, both),
+            "reduce_scatter_single": (x, single),
+            "all_to_all": (both, [x, x]),
+            "all_to_all_single": (single, single.clone()),
+        }.items():
+            # With its own debug level, and no connections that an error has spoilt.
+            group = dist.new_group(timeout=timedelta(seconds=5))
+            try:
+                getattr(dist, name)(*tensors, group=group)
+                found.setdefault(name, []).append(False)
+            except RuntimeError as error:
+                assert "Detected mismatch between collectives" in str(error)
+                found.setdefault(name, []).append(True)
+    return found
+
+
+def test_detail_finds_dtypes_and_shapes_but_not_in_all_to_all(
+    worker_pool: WorkerPool,
+) -> None:
+    found, others = worker_pool.run(mismatches_found)
+    assert found == others and len(found) == 11
+    not_found = {name for name in found if "all_to_all" in name}
+    assert len(not_found) == 2
+    for name, is_found in found.items():
+        assert is_found == [name not in not_found] * 2, name
+    assert "finds other dtypes and shapes (not in `all_to_all`) and" in page()
+
+
+def swapped_sums(level: str) -> tuple[list[float], list[str]]:
+    """Sum two numbers, rank 1 in the other order; also return the recorded calls."""
+    dist.set_debug_level(getattr(dist.DebugLevel, level))
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    rank = dist.get_rank()
+    x, y = torch.tensor([10.0**rank]), torch.tensor([100 * 10.0**rank])
+
+    def calls() -> None:
+        for one in (x, y) if rank == 0 else (y, x):
+            dist.all_reduce(one, group=group)
+
+    recorded = recorded_during(calls)
+    return [x.item(), y.item()], recorded
+
+
+def test_swapped_calls_of_one_shape_give_wrong_sums_without_an_error(
+    worker_pool: WorkerPool,
+) -> None:
+    for level in ("OFF", "DETAIL"):
+        (first, calls), (second, others) = worker_pool.run(swapped_sums, level)
+        # Right would be 11 and 1100 on both.
+        assert (first, second) == ([1001.0, 110.0], [110.0, 1001.0]), level
+        # The flight recorder has two equal lists.
+        assert calls == others and calls.count("gloo:all_reduce") == 2, level
+    claim = (
+        "kind and shape: equal lists, wrong values, and no error, even with `DETAIL`"
+    )
+    assert claim in page()
 
 
 def all_send_first(elements: int) -> str:

@@ -5,6 +5,7 @@ import io
 import pickle
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -307,3 +308,27 @@ def test_members_alone_can_make_a_group_if_they_say_so(
 ) -> None:
     found = worker_pool.run(group_of_two_by_themselves, world_size=3)
     assert found == [[0, 1], [0, 1], None]
+
+
+def group_after_one_of_rank_zero(alone: bool) -> str | list[int]:
+    """Make a group of both ranks, rank 0 one of itself before; return who is in it."""
+    options: dict[str, Any] = {"use_local_synchronization": True}
+    options["timeout"] = timedelta(seconds=0.5 if alone else 60)
+    if alone and dist.get_rank() == 0:
+        dist.new_group([0], **options)
+    try:
+        group: Any = dist.new_group([0, 1], **options)
+    except RuntimeError as error:  # of the store
+        return str(error)
+    return dist.get_process_group_ranks(group)
+
+
+def test_members_wait_in_vain_if_one_has_made_more_groups(
+    worker_pool: WorkerPool,
+) -> None:
+    assert worker_pool.run(group_after_one_of_rank_zero, False) == [[0, 1]] * 2
+    errors = worker_pool.run(group_after_one_of_rank_zero, True)
+    assert len(errors) == 2
+    assert all("wait timeout" in str(error).lower() for error in errors), errors
+    page = " ".join((ROOT / CHAPTER / "README.md").read_text("utf-8").split())
+    assert "or a later call may hang, even with `use_local_synchronization" in page
