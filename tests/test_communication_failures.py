@@ -810,6 +810,7 @@ def refused_monitored_barriers() -> list[str]:
     errors = []
     for backend in ("gloo", "cpu:gloo"):
         group = dist.new_group(backend=backend)
+        assert isinstance(group, dist.ProcessGroup)
         try:
             dist.monitored_barrier(group, timeout=timedelta(seconds=60))
         except ValueError as error:
