@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,7 +79,11 @@ def open_rpc(folder: str) -> Iterator[str]:
     )
     try:
         yield NAMES[rank]
-        rpc.shutdown()
+        ended = dist.FileStore(f"{folder}/ended", len(NAMES))
+        ended.set(NAMES[rank], "")
+        ended.wait(list(NAMES))
+        # A graceful end would wait two minutes for backward passes that still wait.
+        rpc.shutdown(graceful=False)
     finally:
         for name in BY_NAME:
             sys.modules.pop(name, None)
@@ -309,6 +314,57 @@ def went_back_by_plain_backward() -> list[Any]:
     return found
 
 
+def went_back_in_contexts() -> dict[str, Any]:
+    """Call a server and go back, in several orders; return gradients, or who waits."""
+    sent = torch.nn.Parameter(torch.zeros(1))
+    weight = rpc.remote("server0", torch.nn.Parameter, args=(torch.zeros(1),))
+
+    def call() -> torch.Tensor:
+        return rpc.rpc_sync("server0", torch.mul, args=(sent, 3)).sum()
+
+    def one_call_twice(context: int) -> None:
+        loss = call()
+        dist_autograd.backward(context, [loss], retain_graph=True)
+        dist_autograd.backward(context, [loss])
+
+    def the_sum_of_two(context: int) -> None:
+        dist_autograd.backward(context, [call() + call()])
+
+    def unused_afterwards(context: int) -> None:
+        dist_autograd.backward(context, [call()])
+        call()
+
+    def a_new_call(context: int) -> None:
+        dist_autograd.backward(context, [call()])
+        dist_autograd.backward(context, [call()])
+
+    def unused_before(context: int) -> None:
+        call()
+        dist_autograd.backward(context, [call()])
+
+    def unused_before_without_grad(context: int) -> None:
+        with torch.no_grad():  # which does not reach a weight on the server
+            weight.rpc_sync().sum()
+        dist_autograd.backward(context, [call()])
+
+    found = {}
+
+    def try_in_a_context(steps: Any) -> None:
+        with dist_autograd.context() as context:
+            steps(context)
+            found[steps.__name__] = dist_autograd.get_gradients(context)[sent].item()
+
+    for steps in (one_call_twice, the_sum_of_two, unused_afterwards):
+        try_in_a_context(steps)
+    for steps in (a_new_call, unused_before, unused_before_without_grad):
+        # It may wait for as long as this process lives.
+        thread = threading.Thread(target=try_in_a_context, args=(steps,), daemon=True)
+        thread.start()
+        thread.join(1)
+        found |= {steps.__name__: "waits"} if thread.is_alive() else {}
+    return found
+
+
 def is_training(module: rpc.RRef) -> bool:
     """Tell in which mode a module is that lives here."""
     return module.local_value().training
@@ -351,7 +407,9 @@ def stepped_at_two_rates() -> list[Any]:
             dist_autograd.backward(context, [loss])
             optimizer.step(context)
         found.append([weight.to_here().item() for weight in weights])
-    return found
+    compiled = DistributedOptimizer(torch.optim.SGD, weights[:1], lr=1.0)
+    (local,) = (one.local_value().optim for one in compiled.remote_optimizers)
+    return [*found, hasattr(local, "param_groups")]
 
 
 def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
@@ -375,6 +433,7 @@ def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
             "two rates": stepped_at_two_rates(),
             "plain": went_back_by_plain_backward(),
             "modes": evaluated_model(),
+            "orders": went_back_in_contexts(),
             "ways": use_every_way(batches),
             "table": train_with_servers(),
         }
@@ -469,7 +528,7 @@ def test_each_trainer_has_a_state_of_its_own_for_a_row(session: dict[str, Any]) 
 
 
 def test_a_rate_is_set_at_each_owner(session: dict[str, Any]) -> None:
-    assert session["two rates"] == [[-1.0, -1.0], [-1.25, -1.25]]
+    assert session["two rates"] == [[-1.0, -1.0], [-1.25, -1.25], False]
 
 
 def test_clipping_sees_no_gradient_of_a_context(session: dict[str, Any]) -> None:
@@ -481,6 +540,25 @@ def test_plain_backward_does_not_reach_a_server(session: dict[str, Any]) -> None
     here, sent, said = session["plain"]
     assert (here, sent) == (1, None)
     assert said.startswith(NO_TASK)
+
+
+def test_backward_waits_for_gradients_of_all_calls_before_it(
+    session: dict[str, Any],
+) -> None:
+    # A call counts once, unless a backward pass has been there.
+    assert session["orders"] == {
+        "one_call_twice": 6,
+        "the_sum_of_two": 6,
+        "unused_afterwards": 3,
+        "a_new_call": "waits",
+        "unused_before": "waits",
+        "unused_before_without_grad": "waits",
+    }
+    page = " ".join((ROOT / CHAPTER / "README.md").read_text().split())
+    rule = (
+        "If an earlier call of the context is not in its loss, a backward pass may wait"
+    )
+    assert f"- **{rule} forever.**" in page and "For `EagerSGD`, set a rate" in page
 
 
 def test_eval_does_not_reach_a_module_on_a_server(session: dict[str, Any]) -> None:
