@@ -823,6 +823,37 @@ def test_monitored_barrier_wants_the_name_gloo(worker_pool: WorkerPool) -> None:
     assert worker_pool.run(refused_monitored_barriers) == [[error]] * 2
 
 
+def wait_with_a_timeout_of_ones_own(missing: int) -> str:
+    """Wait for a rank in a group that allows one second; return the error."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    assert isinstance(group, dist.ProcessGroup)
+    said, start = "", time.monotonic()
+    if dist.get_rank() != missing:
+        # Rank 0 gets more than the group's, or the others less.
+        seconds = 1.5 if missing else 0.2
+        try:
+            dist.monitored_barrier(group, timeout=timedelta(seconds=seconds))
+        except RuntimeError as error:
+            said = f"after {time.monotonic() - start:.0f} s: {error}"
+    dist.barrier()  # whoever is missing stays until the others have given up
+    return said
+
+
+@pytest.mark.parametrize("missing", [2, 0])
+def test_monitored_barrier_uses_the_timeout_of_its_group_but_on_rank_zero(
+    worker_pool: WorkerPool, missing: int
+) -> None:
+    found = worker_pool.run(wait_with_a_timeout_of_ones_own, missing, world_size=3)
+    assert len(found) == 3 and found.pop(missing) == ""
+    if missing:
+        named = "[Rank 0]: Rank 2 failed to pass monitoredBarrier in 1500 ms"
+        assert named in found.pop(0)
+    assert len(found) == (1 if missing else 2)
+    for said in found:
+        assert "Please check rank 0 logs for faulty rank." in said
+        assert re.search(r"^after [1-9].* Timed out waiting 1000ms for", said, re.S)
+
+
 def recorded_during(calls: Callable[[], None]) -> list[str]:
     """Return the names of the calls that the flight recorder notes meanwhile."""
     recorder: Any = _distributed_c10d  # its types leave out the function
