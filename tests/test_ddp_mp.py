@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
@@ -614,9 +615,12 @@ def test_data_parallel_without_a_gpu_is_the_plain_model() -> None:
 
 def test_fresh_processes_draw_different_random_numbers() -> None:
     # Without a seed, each rank that builds its own data builds other data.
-    script = "import torch; print(torch.rand(8).tolist())"
-    first, second = (python("-c", script).stdout for _ in range(2))
-    assert len(first.split(",")) == 8 and first != second
+    own = "torch.rand(8, generator=torch.Generator())"
+    script = f"import torch; print([torch.rand(8).tolist(), {own}.tolist()])"
+    first, second = (json.loads(python("-c", script).stdout) for _ in range(2))
+    assert [len(numbers) for numbers in first] == [8, 8]
+    # A generator of one's own always starts from the same seed.
+    assert first[0] != second[0] and first[1] == second[1]
 
 
 def points_drawn_by_each_rank(seed_by_rank: bool) -> list[tuple[float, ...]]:

@@ -358,21 +358,49 @@ class OneOfTwo(nn.Module):
         return (self.left if goes_left else self.right)(x)
 
 
+class WithoutGradient(torch.autograd.Function):
+    """Takes a weight and a bias, and has no gradient for them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        """Return the first input."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the first input's gradient, and none of the others."""
+        return gradients[0], None, None
+
+
+class BothWays(OneOfTwo):
+    """Takes the other part in as well, without a gradient."""
+
+    def forward(self, x: torch.Tensor, goes_left: bool) -> torch.Tensor:
+        """Use one of the two for its value; from (B, 8) to (B, 1)."""
+        y = super().forward(x, goes_left)
+        for part in (self.right if goes_left else self.left, self.neither):
+            y = WithoutGradient.apply(y, part.weight, part.bias)
+        return y
+
+
 def gradients_of_what_only_one_rank_uses() -> dict[str, list[torch.Tensor | None]]:
-    """Let each rank use another part of the model; take two steps."""
+    """Let each rank use another part of the model; take three steps."""
     rank = dist.get_rank()
     x = batches_of(1, BATCH, torch.float64)[0, :, :8] + rank
     results = {}
-    for way in ALL:
+    ways = [(way, way, OneOfTwo, {"find_unused_parameters": True}) for way in ALL]
+    ways.append(("static graph", "DDP", OneOfTwo, {"static_graph": True}))
+    ways.append(("without gradient", "DDP", BothWays, {}))
+    for name, way, kind, options in ways:
         torch.manual_seed(7)
-        module = OneOfTwo().double()
-        model = wrap(way, module, find_unused_parameters=True)
-        for _ in range(2):
+        module = kind().double()
+        model = wrap(way, module, **options)
+        for _ in range(3):
             model.zero_grad()
             model(x, goes_left=rank == 0).sum().backward()
             finish(model)
         parts = (module.left, module.right, module.neither)
-        results[way] = [part.weight.grad for part in parts]
+        results[name] = [part.weight.grad for part in parts]
     return results
 
 
@@ -381,12 +409,12 @@ def test_parameter_without_a_gradient_counts_as_zero(worker_pool: WorkerPool) ->
     x = batches_of(1, BATCH, torch.float64)[0, :, :8]
     assert len(results) == 2
     for result in results:
-        for way in ("naive", "flat", "bucketed", "one bucket a parameter", "DDP"):
-            left, right, neither = result[way]
+        assert list(result) == [*ALL, "static graph", "without gradient"]
+        for way, (left, right, neither) in result.items():
             # One rank's gradient and a zero, divided by two.
             torch.testing.assert_close(left, x.sum(dim=0, keepdim=True) / 2)
             torch.testing.assert_close(right, (x + 1).sum(dim=0, keepdim=True) / 2)
-            if way == "DDP":
+            if way in ("DDP", "static graph"):
                 assert neither is None
             else:
                 assert torch.equal(neither, torch.zeros(1, 8, dtype=torch.float64))
@@ -680,15 +708,16 @@ def test_wrong_use_is_an_error(worker_pool: WorkerPool) -> None:
 
 
 def gradient_after_logging(
-    operation: str, detached: bool = True
+    operation: str, detached: bool = True, is_read: bool = True, records: bool = True
 ) -> tuple[list[float], str]:
     """All-reduce a loss, or its value, before backward; return what comes of it."""
     weight = torch.tensor([3.0, 4.0], requires_grad=True)
     # Only a square root's backward pass reads its value, here 5.
-    loss = weight.square().sum().sqrt() if detached else (weight + 0.0).sum()
+    loss = weight.square().sum().sqrt() if is_read else (weight + 0.0).sum()
     if operation:
         tensor = loss.detach() if detached else loss
-        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation))
+        with torch.set_grad_enabled(records):
+            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation))
     try:
         loss.backward()
     except RuntimeError as error:
@@ -697,16 +726,28 @@ def gradient_after_logging(
     return weight.grad.tolist(), ""
 
 
-def test_a_detached_loss_shares_memory_with_the_loss(worker_pool: WorkerPool) -> None:
+def check_that_a_loss_is_read(pool: WorkerPool, *how: bool) -> None:
+    """Assert what comes of a loss that is all-reduced and then read by backward."""
     # w / |w|, of which twice the length gives half.
     for operation, expected in (("", [0.6, 0.8]), ("SUM", [0.3, 0.4])):
-        found = worker_pool.run(gradient_after_logging, operation)
+        found = pool.run(gradient_after_logging, operation, *how)
         assert found == [(pytest.approx(expected), "")] * 2
     # The mean is made by a division in place, of which autograd knows.
-    found = worker_pool.run(gradient_after_logging, "AVG")
+    found = pool.run(gradient_after_logging, "AVG", *how)
     assert len(found) == 2
     for gradient, said in found:
         assert gradient == [] and "modified by an inplace operation" in said
+
+
+def test_a_detached_loss_shares_memory_with_the_loss(worker_pool: WorkerPool) -> None:
+    check_that_a_loss_is_read(worker_pool, True)
+
+
+def test_a_loss_that_backward_reads_may_not_be_overwritten(
+    worker_pool: WorkerPool,
+) -> None:
+    for records in (True, False):  # under no_grad it is no better
+        check_that_a_loss_is_read(worker_pool, False, True, records)
 
 
 def warnings_of_an_averaged_loss() -> list[str]:
@@ -715,7 +756,7 @@ def warnings_of_an_averaged_loss() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.set_warn_always(True)
-        gradient_after_logging("AVG", False)
+        gradient_after_logging("AVG", False, False)
         torch.set_warn_always(before)
     return [str(warning.message) for warning in caught]
 
@@ -723,8 +764,12 @@ def warnings_of_an_averaged_loss() -> list[str]:
 def test_an_averaged_loss_divides_the_gradients_once_more(
     worker_pool: WorkerPool,
 ) -> None:
-    for operation, due in (("", 1.0), ("SUM", 1.0), ("AVG", 1 / 3)):
-        found = worker_pool.run(gradient_after_logging, operation, False, world_size=3)
+    for operation, records, due in (
+        *(("", True, 1.0), ("SUM", True, 1.0), ("AVG", True, 1 / 3)),
+        ("AVG", False, 1.0),  # under no_grad
+    ):
+        how = (operation, False, False, records)
+        found = worker_pool.run(gradient_after_logging, *how, world_size=3)
         assert found == [(pytest.approx([due, due]), "")] * 3
     said = worker_pool.run(warnings_of_an_averaged_loss)
     assert len(said) == 2
