@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -691,6 +692,44 @@ def test_real_ranks_do_what_the_room_says(script: str) -> None:
         assert "rank 1 | global 0.1 | argument 0.5 | file imported" in done.stdout
     else:
         assert "ValueError: rank 1 got a broken sample" in done.stdout
+
+
+def end_or_go_on(rank: int, error: BaseException, went_on: torch.Tensor) -> None:
+    """Raise on rank 1; on rank 0 note that nobody has ended it."""
+    if rank == 1:
+        raise error
+    # Where rank 0 is to be ended, it stays longer than that takes.
+    time.sleep(60 if is_a_failure(error) else 0.5)
+    went_on.fill_(1)
+
+
+def is_a_failure(error: BaseException) -> bool:
+    """Tell whether the room says that this ends all ranks."""
+    return isinstance(error, Exception) or error.args == (3,)
+
+
+def spawn_and_raise(error: BaseException) -> tuple[str, bool]:
+    """Raise on one rank; return the parent's error, and whether the other went on."""
+    went_on, said = torch.zeros(1).share_memory_(), ""
+    ranks = {"nprocs": 2, "start_method": "fork"}  # the quickest; `spawn` is the same
+    try:
+        mp.start_processes(end_or_go_on, (error, went_on), **ranks)
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as end:
+        said = f"{type(end).__name__}: {end}"
+    return said, bool(went_on)
+
+
+def test_only_an_exception_has_a_traceback_and_a_good_exit_ends_nobody(
+    worker_pool: WorkerPool,
+) -> None:
+    errors = [ValueError("bad"), SystemExit(3), SystemExit(0), KeyboardInterrupt()]
+    found = [worker_pool.run(spawn_and_raise, e, world_size=1)[0] for e in errors]
+    (raised, _), (exited, _) = found[:2]
+    assert raised.startswith("ProcessRaisedException: ")
+    assert "Traceback (most recent call last)" in raised and "ValueError: bad" in raised
+    assert exited == ("ProcessExitedException: process 1 terminated with exit code 3")
+    assert [went_on for _, went_on in found] == [False, False, True, True]
+    assert [said for said, _ in found[2:]] == ["", ""]
 
 
 @pytest.mark.slow
