@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.pipelining import Schedule1F1B
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -867,6 +868,37 @@ def test_bytes_of_three_ways_and_where_they_cross(worker_pool: WorkerPool) -> No
         assert sent[samples] == shown
     assert min(sent[8], key=sent[8].__getitem__) == "pipeline"
     assert min(sent[128], key=sent[128].__getitem__) == "data"
+
+
+def buckets_of_ddp() -> tuple[int, list[list[int]]]:
+    """Take three steps by DDP; return all gradients' bytes, and each step's buckets'."""
+    lesson = script(LINK, "three_ways")
+    model, steps = lesson.GPT(lesson.CONFIG), []
+
+    def note(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        steps[-1].append(bucket.buffer().nbytes)
+        return allreduce_hook(state, bucket)
+
+    ddp = nn.parallel.DistributedDataParallel(model)
+    ddp.register_comm_hook(None, note)
+    tokens = torch.zeros(2, lesson.CONFIG.block_size + 1, dtype=torch.int64)
+    for _ in range(3):
+        steps.append([])
+        ddp(tokens[:, :-1], tokens[:, 1:]).backward()
+    return 4 * sum(p.numel() for p in model.parameters()), steps
+
+
+def test_ddp_sends_the_gradients_of_three_ways_in_two_messages(
+    worker_pool: WorkerPool,
+) -> None:
+    for nbytes, steps in worker_pool.run(buckets_of_ddp):
+        assert f"{nbytes / 1e6:.2f}" == "1.87"
+        assert [len(buckets) for buckets in steps] == [1, 2, 2]
+        assert [sum(buckets) for buckets in steps] == [nbytes] * 3
+    source = Path(script(LINK, "ways").__file__).read_text()
+    assert (
+        "In one message. DDP sends two for this GPT, from its second step on." in source
+    )
 
 
 def bytes_of_a_pipeline(tied: bool) -> float:

@@ -70,7 +70,8 @@ def data_parallel(model: Any) -> Callable:
         loss = model(own[:, :-1], own[:, 1:]) / dist.get_world_size()
         loss.backward()
         grads = [p.grad for p in model.parameters()]
-        bucket = torch.cat([grad.flatten() for grad in grads])  # one message, as in DDP
+        # In one message. DDP sends two for this GPT, from its second step on.
+        bucket = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(bucket)
         parts = bucket.split([grad.numel() for grad in grads])
         for grad, part in zip(grads, parts, strict=True):
