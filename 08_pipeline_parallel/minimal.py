@@ -89,7 +89,7 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     pipeline, evaluation = (
         Schedule1F1B(one, MICRO_BATCHES, micro_batch_loss) for one in (stage, other)
     )
-    # For groups of parameters ask the whole model's names: what is tied has two.
+    # For parameter groups use the whole model's names: in parts, tied weights have two.
     optimizer = (optimizer_of or torch.optim.AdamW)(part.parameters(), lr=2e-3)
     train, test = (WindowDataset(t, 128, 1024) for t in load_text(None, 128))  # yours
     batch_size = MICRO_BATCHES * MICRO_BATCH_SIZE
