@@ -929,7 +929,9 @@ def buckets_of_ddp() -> tuple[int, list[list[int]]]:
 def test_ddp_sends_the_gradients_of_three_ways_in_two_messages(
     worker_pool: WorkerPool,
 ) -> None:
-    for nbytes, steps in worker_pool.run(buckets_of_ddp):
+    ends = worker_pool.run(buckets_of_ddp)
+    assert len(ends) == 2
+    for nbytes, steps in ends:
         assert f"{nbytes / 1e6:.2f}" == "1.87"
         assert [len(buckets) for buckets in steps] == [1, 2, 2]
         assert [sum(buckets) for buckets in steps] == [nbytes] * 3
