@@ -161,6 +161,12 @@ CITED: list[tuple[str, str, object, Callable[[], object]]] = [
         lambda: default_of(PowerSGDState, "start_powerSGD_iter"),
     ),
     (
+        "03_ddp_torchrun/mixed_precision/README.md",
+        "sends two thin matrices for one of more than twice their size",
+        2,
+        lambda: default_of(PowerSGDState, "min_compression_rate"),
+    ),
+    (
         "04_rpc_parameter_server/README.md",
         "After `timeout` seconds, by default 60, `wait()` raises an error",
         60.0,

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from launch import ROOT
 from lessons import run_lesson
 from scripts import load_chapter
 from worker_pool import WorkerPool
@@ -159,6 +160,88 @@ def test_adam_hides_that_gradients_were_clipped_too_early() -> None:
     assert loss_after(adam, True) < 0.7 * at_first
 
 
+def page_says(words: str) -> bool:
+    """Tell whether the room's page has these words, however its lines are wrapped."""
+    return words in " ".join((ROOT / ROOM / "README.md").read_text("utf-8").split())
+
+
+def model_and_shard() -> tuple[torch.nn.Module, torch.Tensor]:
+    """Return the lesson's model, and what this rank is given."""
+    lesson = script("grad_scaler")
+    torch.manual_seed(0)
+    length, world_size = lesson.BLOCK_SIZE, dist.get_world_size()
+    model = lesson.GPT(lesson.GPTConfig(length, width=64))
+    tokens = torch.randint(256, (world_size * lesson.BATCH_SIZE, length + 1))
+    return model, tokens.chunk(world_size)[dist.get_rank()]
+
+
+def moved_by_adam(max_norm: float, is_early: bool) -> float:
+    """Take the lesson's step with Adam; return how far the weights moved."""
+    lesson = script("grad_scaler")
+    model, shard = model_and_shard()
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    ddp_model: Any = DistributedDataParallel(model)
+    scaler: Any = torch.amp.GradScaler("cpu", lesson.SCALE)
+    lesson.add_scaled(ddp_model, shard, scaler, torch.float16)
+    if is_early:
+        torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), max_norm)
+    optimizer = torch.optim.Adam(ddp_model.parameters(), lr=1e-3)
+    with mock.patch.object(lesson, "MAX_NORM", max_norm):
+        lesson.finish_step(ddp_model, optimizer, scaler)
+    after = torch.nn.utils.parameters_to_vector(ddp_model.parameters())
+    return (after - before).norm().item()
+
+
+def lost_to_early_clipping() -> tuple[list[float], float]:
+    """Compare Adam's steps, clipped early, with right ones; tell Adam's eps too."""
+    norms = (script("grad_scaler").MAX_NORM, 10.0)
+    parts = [moved_by_adam(norm, True) / moved_by_adam(norm, False) for norm in norms]
+    return parts, torch.optim.Adam([torch.zeros(1)]).defaults["eps"]
+
+
+def test_adam_hides_early_clipping_only_of_gradients_far_above_its_eps(
+    worker_pool: WorkerPool,
+) -> None:
+    results = worker_pool.run(lost_to_early_clipping)
+    assert len(results) == 2
+    for (as_on_the_page, with_large_gradients), eps in results:
+        assert as_on_the_page < 1 / 50
+        assert with_large_gradients > 0.8
+        assert eps == 1e-8
+    assert page_says("hides it only while gradients stay far above its `eps` (1e-8)")
+
+
+def logit_gradients() -> tuple[float, float, float]:
+    """Return the logits' median gradient, its zeros in fp16, and the weights' zeros."""
+    lesson, found = script("grad_scaler"), []
+    for dtype in (torch.float32, torch.float16):
+        model, shard = model_and_shard()
+        ddp_model: Any = DistributedDataParallel(model)
+        ddp_model.module.head.register_full_backward_hook(
+            lambda layer, to_input, of_output: found.append(of_output[0].clone())
+        )
+        unscaled = torch.amp.GradScaler("cpu", 1.0)
+        lesson.add_scaled(ddp_model, shard, unscaled, dtype)
+    exact, rounded = found
+    assert rounded.dtype == torch.float16 and rounded.shape[-1] == 256
+    weights = (lesson.gradient_of(ddp_model) == 0).float().mean()
+    zeros = (rounded == 0).float().mean()
+    return exact.abs().median().item(), zeros.item(), weights.item()
+
+
+def test_fp16_rounds_most_logit_gradients_of_two_ranks_to_zero(
+    worker_pool: WorkerPool,
+) -> None:
+    results = worker_pool.run(logit_gradients)
+    assert len(results) == 2
+    for median, zeros, zeros_of_weights in results:
+        assert median == pytest.approx(2 / 2**19 / 256, rel=0.2)
+        # Not all but the right byte's, which would be 255 of 256.
+        assert 0.9 < zeros < 0.97
+        assert zeros_of_weights < 0.1
+    assert page_says("2 / 524,288 / 256 = 1.5e-8. More than nine of ten become zero.")
+
+
 def no_unscaling(model: torch.nn.Module, optimizer: Any, scaler: Any) -> None:
     """Clip gradients that are still scaled."""
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -225,13 +308,13 @@ def test_broken_scaling_is_found(worker_pool: WorkerPool, fault: str) -> None:
 # --- comm_hooks.py. ----------
 
 
-def bytes_in_messages(name: str, model: torch.nn.Module) -> int:
+def bytes_in_messages(name: str, model: torch.nn.Module, r: int = 4) -> int:
     """Work out how many bytes a hook has to all-reduce in one step.
 
     PowerSGD sends n x r and r x m in place of n x m, if that is less than half of it
     (Vogels et al., 2019, algorithm 1).
     """
-    values, r = 0, 4
+    values = 0
     for parameter in model.parameters():
         n, m = parameter.shape[0], parameter.numel() // parameter.shape[0]
         is_cut = name == "powerSGD_hook" and (n + m) * min(n, m, r) * 2 < n * m
@@ -289,6 +372,36 @@ def test_hooks_send_what_the_formula_says(
         assert arrived["fp16_compress_hook"][2] == pytest.approx(1.001, abs=5e-4)
         assert arrived["mean_in_bf16"] == pytest.approx([1e5, 1e-8, 1.0], rel=2**-7)
         assert arrived["mean_in_bf16"][2] == 1.0
+
+
+def sent_by_matrix_rank(r: int) -> tuple[int, int, int]:
+    """Train with PowerSGD; return bytes, the formula's, and those of whole 64 x 64."""
+    hooks = script("comm_hooks")
+    state = hooks.powerSGD_hook.PowerSGDState
+
+    def with_rank(group: Any, _: int, **settings: Any) -> Any:
+        return state(group, r, **settings)
+
+    text = torch.arange(13_000).remainder(256).view(200, 65)
+    with mock.patch.object(hooks.powerSGD_hook, "PowerSGDState", with_rank):
+        ddp_model, sent = hooks.train_with("powerSGD_hook", text, 12, CPU)
+    squares = [p for p in ddp_model.parameters() if p.shape == (64, 64)]
+    whole = 4 * sum(p.numel() for p in squares)
+    return sent, bytes_in_messages("powerSGD_hook", ddp_model.module, r), whole
+
+
+def test_powersgd_sends_a_matrix_whole_unless_it_saves_more_than_half(
+    worker_pool: WorkerPool,
+) -> None:
+    for r in (4, 16):
+        results = worker_pool.run(sent_by_matrix_rank, r)
+        assert len(results) == 2
+        for sent, formula, whole in results:
+            assert whole >= 4 * 64 * 64
+            # Two thin matrices of rank 16 are half of 64 x 64, and no less.
+            assert (formula > whole) is (r == 16)
+            if sent:
+                assert sent == pytest.approx(formula, rel=0.1)
 
 
 # What a rank sends, how far a gradient is off and the loss, all just inside of what the

@@ -1,4 +1,4 @@
-"""Compress what DDP sends: gradients in half precision, or two thin matrices for each.
+"""Compress what DDP sends: gradients in half precision, or two thin matrices for one.
 
 Run: torchrun --nproc-per-node=2 03_ddp_torchrun/mixed_precision/comm_hooks.py
 Expect: the kilobytes that a rank sends in a step with each hook, how far a gradient is
