@@ -11,10 +11,12 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,6 +45,11 @@ def end_of_lesson(name: str) -> tuple[int, str]:
         except SystemExit as end:
             return int(end.code or 0), errors.getvalue()
     return 0, errors.getvalue()
+
+
+def page_says(words: str) -> bool:
+    """Tell whether the room's page has these words, however its lines are wrapped."""
+    return words in " ".join((ROOT / ROOM / "README.md").read_text("utf-8").split())
 
 
 # --- worker_seeds.py. ----------
@@ -120,6 +127,56 @@ def test_wrong_seeds_are_found(worker_pool: WorkerPool, broken: Any) -> None:
     results = worker_pool.run(broken)
     assert [status for status, _ in results] == [1, 1]
     assert "check failed on ranks [0, 1]" in results[0][1]
+
+
+class WorkerSeed(Dataset):
+    """Samples that say what their worker was seeded with, and its epoch."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        """Return the seed of this worker, and the epoch that it knows of."""
+        info: Any = torch.utils.data.get_worker_info()
+        return info.seed, self.epoch
+
+
+def seeds_of_two_epochs() -> dict[tuple[bool, bool], list[list[tuple[int, int]]]]:
+    """Return seeds and epochs, by whether workers persist and a generator is given."""
+    found = {}
+    for persists, has_generator in product([False, True], repeat=2):
+        torch.manual_seed(1)
+        more: dict[str, Any] = {"num_workers": 2, "persistent_workers": persists}
+        if has_generator:
+            more["generator"] = script("worker_seeds").own_generator()
+        dataset, epochs = WorkerSeed(), []
+        loader = DataLoader(dataset, multiprocessing_context="fork", **more)
+        for dataset.epoch in range(2):
+            epochs.append([(int(seed), int(epoch)) for seed, epoch in loader])
+        found[persists, has_generator] = epochs
+    return found
+
+
+def test_persistent_workers_get_no_new_seed_and_no_new_epoch(
+    worker_pool: WorkerPool,
+) -> None:
+    ranks = worker_pool.run(seeds_of_two_epochs)
+    assert [len(found) for found in ranks] == [4, 4]
+    for found in ranks:
+        for (persists, _), (first, second) in found.items():
+            seeds = [[seed for seed, _ in samples] for samples in (first, second)]
+            assert [b - a for a, b in seeds] == [1, 1]
+            assert (seeds[0] == seeds[1]) is persists
+            known = [epoch for _, epoch in first + second]
+            assert known == ([0] * 4 if persists else [0, 0, 1, 1])
+    for persists, has_generator in ranks[0]:
+        way = persists, has_generator
+        assert (ranks[0][way] == ranks[1][way]) is not has_generator
+    assert page_says("Before each epoch (with `persistent_workers`, only the first)")
+    assert page_says("Persistent workers keep the first epoch.")
 
 
 # --- workers.py. ----------
@@ -278,22 +335,27 @@ def test_forgotten_worker_is_found(tmp_path: Path) -> None:
 # --- copy_on_write.py. ----------
 
 
-def grown_in_three_ways() -> tuple[str, float]:
-    """Run the lesson, then read a tensor's samples as Python objects again."""
+def grown_in_five_ways() -> tuple[str, float, float]:
+    """Run the lesson, then read an array and a list, of an object for each sample."""
     output = run_lesson(ROOM, "copy_on_write")
     copy_on_write = script("copy_on_write")
-    samples = [bytes(100) + bytes([i % 256]) for i in range(copy_on_write.SAMPLES)]
-    return output, copy_on_write.grown_in_a_worker(samples)
+    count, grown_in_a_worker = copy_on_write.SAMPLES, copy_on_write.grown_in_a_worker
+    samples = [bytes(100) + bytes([i % 256]) for i in range(count)]
+    of_an_array = grown_in_a_worker(np.array(samples, dtype=object))
+    tensors = list(torch.zeros(count, 100, dtype=torch.uint8))
+    return output, of_an_array, grown_in_a_worker(tensors)
 
 
 def test_python_objects_are_copied_by_reading(
     worker_pool: WorkerPool,
 ) -> None:
-    ((output, of_bytes),) = worker_pool.run(grown_in_three_ways, world_size=1)
+    ran = worker_pool.run(grown_in_five_ways, world_size=1)
+    ((output, of_an_array, of_tensors),) = ran
     rows = dict(re.findall(r"^(\w[a-z ]+?)  +(\d+) MB", output, re.M))
     assert int(rows["list of strings"]) >= 20
     assert max(int(rows[name]) for name in ("tensor", "mapped file")) <= 3
-    assert of_bytes > 20
+    assert of_an_array > 20 and of_tensors > 10
+    assert page_says("Keep all samples in one tensor or one NumPy array of numbers")
     assert "check: the list was copied" in output
 
 
@@ -428,6 +490,16 @@ def test_what_waits_is_held_against_the_product(
         module.main()
 
 
+def mappings_around(address: int) -> list[tuple[bool, int]]:
+    """Return what is mapped there: whether it is shared memory, and how many bytes."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(part, 16) for part in line.split()[0].split("-"))
+        if low <= address < high:
+            found.append(("/dev/shm/torch_" in line, high - low))
+    return found
+
+
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 def test_the_batch_in_the_loop_takes_shared_memory_beside_those_that_wait() -> None:
     module = script("shared_memory")
@@ -435,12 +507,25 @@ def test_the_batch_in_the_loop_takes_shared_memory_beside_those_that_wait() -> N
     batches = iter(loader)
     batch = next(batches)
     assert module.wait_for(6.29) == pytest.approx(6.29, rel=0.1)  # the next one
-    mapped = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        low, high = (int(part, 16) for part in line.split()[0].split("-"))
-        if low <= batch.data_ptr() < high:
-            mapped.append(("/dev/shm/torch_" in line, high - low >= batch.nbytes))
-    assert mapped == [(True, True)]
+    ((is_shared, nbytes),) = mappings_around(batch.data_ptr())
+    assert is_shared and nbytes >= batch.nbytes
+
+
+def stack_as_numpy(batch: list[torch.Tensor]) -> np.ndarray:
+    """Make a NumPy array of a batch."""
+    return np.stack([image.numpy() for image in batch])
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_only_tensors_come_through_shared_memory() -> None:
+    module = script("shared_memory")
+    told: Any = {"num_workers": 1, "prefetch_factor": 1, "collate_fn": stack_as_numpy}
+    batches = iter(DataLoader(module.Images(), 8, **told))
+    batch = next(batches)
+    assert isinstance(batch, np.ndarray) and batch.nbytes == 8 * 3 * 256 * 256 * 4
+    ((is_shared, _),) = mappings_around(batch.ctypes.data)
+    assert not is_shared and module.shared_megabytes() == 0
+    assert page_says("A worker hands tensors to the rank through **shared memory**")
 
 
 def test_what_others_have_in_dev_shm_is_not_counted() -> None:
