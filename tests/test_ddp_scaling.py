@@ -458,6 +458,21 @@ def test_smallest_messages_are_as_far_off_as_the_page_says() -> None:
     assert f"In rows not shown, the smallest messages are up to {far}." in page
 
 
+def test_small_buckets_are_as_large_as_the_page_says() -> None:
+    by_link, sizes = json.loads((ROOT / "assets/03_scaling.json").read_text()), []
+    for cases in by_link.values():
+        for case in cases:
+            if case["way"] in ("small buckets", "overlap"):
+                assert sum(case["nbytes_of_buckets"]) == 4 * NUMBERS
+                sizes.append(case["nbytes_of_buckets"])
+    assert len(sizes) == 3 * 2 * 4 and {len(one) for one in sizes} == {4}
+    low, high = (f(f(one) for one in sizes) / 1e6 for f in (min, max))
+    caps = {SCALING.WAYS[way][0] for way in ("small buckets", "overlap")}
+    page = " ".join((ROOT / PLACE / "README.md").read_text("utf-8").split())
+    words = f"(`bucket_cap_mb={caps.pop()}`: {low:.2f} to {high:.2f} MB)"
+    assert f"`small buckets` {words}" in page and not caps
+
+
 def test_a_burst_hides_the_latency_of_a_slow_link() -> None:
     # `man 8 tc-tbf`: so many bytes may pass at once; tc's kb are 1024 bytes.
     network = load_chapter("03_ddp_torchrun/cluster")["network"]
