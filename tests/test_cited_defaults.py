@@ -132,7 +132,7 @@ CITED: list[tuple[str, str, object, Callable[[], object]]] = [
     ),
     (
         f"{FAULTS}/README.md",
-        "up to three times; the default is 0",
+        "up to three times for each `torchrun`; the default is 0",
         0,
         lambda: torchrun_default("max_restarts"),
     ),

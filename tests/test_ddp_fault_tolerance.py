@@ -22,6 +22,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import run as torchrun_module
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerState
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
 )
@@ -46,6 +48,11 @@ TINY = [
     *("--layers=1", "--width=16", "--heads=2", "--block-size=16", "--samples=48"),
     *("--max-epochs=2", "--dropout=0.1", "--checkpoint-every=2"),
 ]
+
+
+def page_says(words: str) -> bool:
+    """Tell whether the room's page has these words, however its lines are wrapped."""
+    return words in " ".join((ROOT / PLACE / "README.md").read_text("utf-8").split())
 
 
 class Stop(BaseException):
@@ -1161,6 +1168,38 @@ def test_static_rendezvous_needs_more_than_the_variable_to_restart_ranks(
     assert "--rdzv-backend=c10d" in complaint([*TINY, f"--text={text}"])
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(c10d.use_agent_store))
     CHECKPOINT.check_restarts()
+
+
+def rendezvous_of(*words: str) -> str:
+    """Return the rendezvous that torchrun would choose, given these options."""
+    arguments = torchrun_module.parse_args([*words, "script.py"])
+    with mock.patch.object(torchrun_module, "elastic_launch") as launch:
+        torchrun_module.run(arguments)
+    return launch.call_args.kwargs["config"].rdzv_backend
+
+
+def test_c10d_is_the_default_only_on_one_machine_without_an_address() -> None:
+    assert rendezvous_of("--nproc-per-node=2") == "c10d"
+    assert rendezvous_of("--nnodes=2") == "static"
+    for address in ("--master-port=1", "--rdzv-endpoint=localhost:1"):
+        assert rendezvous_of(address) == "static"
+        assert rendezvous_of(address, "--rdzv-backend=c10d") == "c10d"
+    words = "default on one machine without `--master-port` and `--rdzv-endpoint`"
+    assert page_says(words) and page_says("`static`, the default on several machines")
+
+
+def test_each_agent_counts_only_the_failures_of_its_own_ranks() -> None:
+    # Four times another agent restarts the ranks, and then one of this agent's fails.
+    states = [WorkerState.HEALTHY, WorkerState.FAILED] * 4
+    agent = mock.Mock(_remaining_restarts=3)
+    agent._worker_group.spec.monitor_interval = 0
+    agent._worker_group.spec.rdzv_handler.num_nodes_waiting.return_value = 1
+    agent._monitor_workers.side_effect = [mock.Mock(state=state) for state in states]
+    ended = SimpleElasticAgent._invoke_run(agent, "default")
+    assert ended.state == WorkerState.FAILED
+    assert agent._monitor_workers.call_count == 8
+    assert agent._restart_workers.call_count == 4 + 3
+    assert page_says("up to three times for each `torchrun`")
 
 
 @pytest.mark.parametrize(
