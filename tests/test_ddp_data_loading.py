@@ -176,7 +176,7 @@ def test_persistent_workers_get_no_new_seed_and_no_new_epoch(
         way = persists, has_generator
         assert (ranks[0][way] == ranks[1][way]) is not has_generator
     assert page_says("Before each epoch (with `persistent_workers`, only the first)")
-    assert page_says("Persistent workers keep the first epoch.")
+    assert page_says("Persistent workers stay at the first epoch.")
 
 
 # --- workers.py. ----------
