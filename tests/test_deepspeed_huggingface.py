@@ -708,6 +708,30 @@ def test_what_cannot_be_finetuned_is_refused_in_a_line(
     assert said in line and "\n" not in line.strip()
 
 
+def test_a_note_of_the_run_is_whole_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = load_chapter(ROOM)["finetune"]
+    write_text = Path.write_text
+
+    def killed_in_mid_write(path: Path, text: str) -> None:
+        write_text(path, text[:9])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed_in_mid_write)
+    monkeypatch.setenv("RANK", "0")
+    words = {"model": None, "text": None, "epochs": 1, "length": 64, "out": tmp_path}
+    with (
+        in_the_pool(module),
+        mock.patch.object(module, "prepare"),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        module.main(Namespace(**words))
+    assert [len(path.read_text()) for path in tmp_path.iterdir()] == [9]
+    # Half a note would be another run's, and refuse this one.
+    assert not (tmp_path / "options.txt").exists()
+
+
 def assert_it_learnt(start: Path, folder: Path, text: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

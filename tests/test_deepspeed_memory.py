@@ -271,7 +271,7 @@ def test_examples_of_the_chapter_are_the_paper_s_formula() -> None:
     assert "On 8 ranks each keeps {}, {} or {} GB.".format(*gigabytes) in words
     # By hand a shard of gradients is in fp32: 2 + 4/n + 12/n, on two ranks stage 1's.
     assert 2 + 4 / 2 + 12 / 2 == kept(1, 1, 2) > kept(1, 2, 2)
-    assert "where whole bf16 gradients take 2: on two ranks nothing is saved" in words
+    assert "Whole bf16 gradients take 2, so two ranks save nothing." in words
     for stage, each in enumerate(
         ["16", "4 + 12/n", "2 + 14/n, or 2 + 16/n if *m* > 1", "16/n"]
     ):
@@ -295,7 +295,7 @@ def test_lowest_stage_of_the_chapter_s_example_depends_on_the_tokens() -> None:
     activations = fit.rank_bytes(job, 2, 4)["activations"] / 1e9
     words = " ".join((ROOT / "05_deepspeed_zero/README.md").read_text().split())
     example = 'and 2048 tokens at a time, whose activations ("act.") take'
-    assert f"{example} {activations:.0f} GB. Then no stage fits, unless" in words
+    assert f"{example} {activations:.0f} GB. No stage fits, unless" in words
     tight = f"With 4096 tokens only stage 3 fits, at {three:.2f} GB too tightly"
     assert f"Stage 2 is enough. {tight}" in words
     # With few activations, as under checkpointing, stage 3 fits without it.

@@ -590,7 +590,7 @@ def test_predictions_of_a_batch_that_does_not_divide_have_rows_too_many(
         _, ended = worker_pool.run(predicted, samples)
         assert ended == (16, [True] * samples)
     page = " ".join((ROOT / CHAPTER / "README.md").read_text().split())
-    assert "15 samples in 4 micro-batches give 16 predictions" in page
+    assert "15 samples in 4 micro-batches silently give 16 predictions" in page
 
 
 def counted_by_batch_norm(schedules: int) -> tuple[list[int], bool]:

@@ -6,6 +6,7 @@ Expect: the loss on held-out text falls. Run again, it resumes from the newest w
 """
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,9 @@ def main(options: argparse.Namespace) -> None:
     prepare(CONFIG)
     join()
     options.out.mkdir(parents=True, exist_ok=True)
-    note.write_text(run)  # all have read it, for they have joined
+    draft = note.with_suffix(f".{os.environ['RANK']}")
+    draft.write_text(run)
+    draft.replace(note)  # whole; all have read the old one, for they have joined
     arguments = arguments_for(options)  # before the model
     load = AutoModelForCausalLM.from_pretrained
     model = load(options.model, dtype="bfloat16") if options.model else small_model()
