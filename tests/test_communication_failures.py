@@ -27,6 +27,7 @@ from torch._C import _distributed_c10d
 
 from launch import ROOT, Result, clean_environment, python, torchrun
 from lessons import in_the_pool, run_lesson
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -715,11 +716,6 @@ def sums_by_call(numbers: list[list[list[float]]]) -> list[Any]:
     return found
 
 
-def page() -> str:
-    """Return the room's page, with each white space made one."""
-    return " ".join((ROOT / ROOM / "README.md").read_text("utf-8").split())
-
-
 ENDS_OF_A_WAIT = "|".join(["Timed out waiting 1000ms", *LOST])
 
 
@@ -732,7 +728,7 @@ def test_one_number_against_two_may_be_a_wrong_sum_on_three_ranks(
     assert first == [111.0] != second
     assert len(second) == 1 and isinstance(second[0], float)
     assert re.search(ENDS_OF_A_WAIT, third), third
-    assert "or give some a wrong sum." in page()
+    assert "or give some a wrong sum." in words_of(ROOM)
 
 
 def sum_of_millions(lengths: list[int], *dtypes: torch.dtype) -> dict[float, int] | str:
@@ -979,7 +975,7 @@ def test_detail_finds_dtypes_and_shapes_but_not_in_all_to_all(
     assert len(not_found) == 2
     for name, is_found in found.items():
         assert is_found == [name not in not_found] * 2, name
-    assert "finds other dtypes and shapes (not in `all_to_all`) and" in page()
+    assert "finds other dtypes and shapes (not in `all_to_all`) and" in words_of(ROOM)
 
 
 def swapped_sums(level: str) -> tuple[list[float], list[str]]:
@@ -1009,7 +1005,7 @@ def test_swapped_calls_of_one_shape_give_wrong_sums_without_an_error(
     claim = (
         "kind and shape: equal lists, wrong values, and no error, even with `DETAIL`"
     )
-    assert claim in page()
+    assert claim in words_of(ROOM)
 
 
 def all_send_first(elements: int) -> str:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from launch import ROOT, python, torchrun
 from lessons import in_the_pool, run_lesson
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -205,7 +206,7 @@ def test_a_pickled_list_of_floats_takes_more_than_twice_a_float32_tensor() -> No
     floats, integers = torch.rand(1000), torch.arange(256)
     sizes = [len(pickle.dumps(one.tolist())) / one.nbytes for one in (floats, integers)]
     assert sizes[0] > 2 and sizes[1] < 1
-    page = " ".join((ROOT / CHAPTER / "README.md").read_text("utf-8").split())
+    page = words_of(CHAPTER)
     assert "list of floats takes more than twice the bytes of a float32 tensor" in page
 
 
@@ -330,5 +331,5 @@ def test_members_wait_in_vain_if_one_has_made_more_groups(
     errors = worker_pool.run(group_after_one_of_rank_zero, True)
     assert len(errors) == 2
     assert all("wait timeout" in str(error).lower() for error in errors), errors
-    page = " ".join((ROOT / CHAPTER / "README.md").read_text("utf-8").split())
+    page = words_of(CHAPTER)
     assert "or a later call may hang, even with `use_local_synchronization" in page

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from launch import ROOT, Result, python, run, torchrun
 from lessons import run_lesson
+from pages import words_of
 from scripts import importable, load_chapter
 from worker_pool import WorkerPool
 
@@ -45,11 +46,6 @@ def end_of_lesson(name: str) -> tuple[int, str]:
         except SystemExit as end:
             return int(end.code or 0), errors.getvalue()
     return 0, errors.getvalue()
-
-
-def page_says(words: str) -> bool:
-    """Tell whether the room's page has these words, however its lines are wrapped."""
-    return words in " ".join((ROOT / ROOM / "README.md").read_text("utf-8").split())
 
 
 # --- worker_seeds.py. ----------
@@ -175,8 +171,9 @@ def test_persistent_workers_get_no_new_seed_and_no_new_epoch(
     for persists, has_generator in ranks[0]:
         way = persists, has_generator
         assert (ranks[0][way] == ranks[1][way]) is not has_generator
-    assert page_says("Before each epoch (with `persistent_workers`, only the first)")
-    assert page_says("Persistent workers stay at the first epoch.")
+    said = "Before each epoch (with `persistent_workers`, only the first)"
+    assert said in words_of(ROOM)
+    assert "Persistent workers stay at the first epoch." in words_of(ROOM)
 
 
 # --- workers.py. ----------
@@ -355,7 +352,8 @@ def test_python_objects_are_copied_by_reading(
     assert int(rows["list of strings"]) >= 20
     assert max(int(rows[name]) for name in ("tensor", "mapped file")) <= 3
     assert of_an_array > 20 and of_tensors > 10
-    assert page_says("Keep all samples in one tensor or one NumPy array of numbers")
+    said = "Keep all samples in one tensor or one NumPy array of numbers"
+    assert said in words_of(ROOM)
     assert "check: the list was copied" in output
 
 
@@ -525,7 +523,8 @@ def test_only_tensors_come_through_shared_memory() -> None:
     assert isinstance(batch, np.ndarray) and batch.nbytes == 8 * 3 * 256 * 256 * 4
     ((is_shared, _),) = mappings_around(batch.ctypes.data)
     assert not is_shared and module.shared_megabytes() == 0
-    assert page_says("A worker hands tensors to the rank through **shared memory**")
+    said = "A worker hands tensors to the rank through **shared memory**"
+    assert said in words_of(ROOM)
 
 
 def test_what_others_have_in_dev_shm_is_not_counted() -> None:

@@ -34,6 +34,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from launch import ROOT, clean_environment, run
 from lessons import run_lesson
+from pages import words_of
 from scripts import importable, load_chapter
 from worker_pool import WorkerPool
 
@@ -48,11 +49,6 @@ TINY = [
     *("--layers=1", "--width=16", "--heads=2", "--block-size=16", "--samples=48"),
     *("--max-epochs=2", "--dropout=0.1", "--checkpoint-every=2"),
 ]
-
-
-def page_says(words: str) -> bool:
-    """Tell whether the room's page has these words, however its lines are wrapped."""
-    return words in " ".join((ROOT / PLACE / "README.md").read_text("utf-8").split())
 
 
 class Stop(BaseException):
@@ -1184,8 +1180,9 @@ def test_c10d_is_the_default_only_on_one_machine_without_an_address() -> None:
     for address in ("--master-port=1", "--rdzv-endpoint=localhost:1"):
         assert rendezvous_of(address) == "static"
         assert rendezvous_of(address, "--rdzv-backend=c10d") == "c10d"
-    words = "default on one machine without `--master-port` and `--rdzv-endpoint`"
-    assert page_says(words) and page_says("`static`, the default on several machines")
+    page = words_of(PLACE)
+    assert "on one machine without `--master-port` and `--rdzv-endpoint`" in page
+    assert "`static`, the default on several machines" in page
 
 
 def test_each_agent_counts_only_the_failures_of_its_own_ranks() -> None:
@@ -1199,7 +1196,7 @@ def test_each_agent_counts_only_the_failures_of_its_own_ranks() -> None:
     assert ended.state == WorkerState.FAILED
     assert agent._monitor_workers.call_count == 8
     assert agent._restart_workers.call_count == 4 + 3
-    assert page_says("up to three times for each `torchrun`")
+    assert "up to three times for each `torchrun`" in words_of(PLACE)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from launch import ROOT
 from lessons import run_lesson
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -160,11 +160,6 @@ def test_adam_hides_that_gradients_were_clipped_too_early() -> None:
     assert loss_after(adam, True) < 0.7 * at_first
 
 
-def page_says(words: str) -> bool:
-    """Tell whether the room's page has these words, however its lines are wrapped."""
-    return words in " ".join((ROOT / ROOM / "README.md").read_text("utf-8").split())
-
-
 def model_and_shard() -> tuple[torch.nn.Module, torch.Tensor]:
     """Return the lesson's model, and what this rank is given."""
     lesson = script("grad_scaler")
@@ -208,7 +203,8 @@ def test_adam_hides_early_clipping_only_of_gradients_far_above_its_eps(
         assert as_on_the_page < 1 / 50
         assert with_large_gradients > 0.8
         assert eps == 1e-8
-    assert page_says("hides it only while gradients stay far above its `eps` (1e-8)")
+    said = "hides it only while gradients stay far above its `eps` (1e-8)"
+    assert said in words_of(ROOM)
 
 
 def logit_gradients() -> tuple[float, float, float]:
@@ -239,7 +235,8 @@ def test_fp16_rounds_most_logit_gradients_of_two_ranks_to_zero(
         # Not all but the right byte's, which would be 255 of 256.
         assert 0.9 < zeros < 0.97
         assert zeros_of_weights < 0.1
-    assert page_says("2 / 524,288 / 256 = 1.5e-8. More than nine of ten become zero.")
+    said = "2 / 524,288 / 256 = 1.5e-8. More than nine of ten become zero."
+    assert said in words_of(ROOM)
 
 
 def no_unscaling(model: torch.nn.Module, optimizer: Any, scaler: Any) -> None:

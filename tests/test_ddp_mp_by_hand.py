@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from launch import ROOT
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -583,7 +584,7 @@ def test_small_model_fills_two_buckets() -> None:
     )
     # In kB, last layer first: 0.008, 1, 1, 131, then 1 and 131. 0.05 MB are 52 kB.
     assert [len(bucket.views) for bucket in buckets] == [4, 2]
-    page = " ".join((ROOT / CHAPTER / "README.md").read_text("utf-8").split())
+    page = words_of(CHAPTER)
     cap = wrap.keywords["bucket_cap_mb"]
     assert f"For this small model it is {cap}, which makes two buckets" in page
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from launch import ROOT, python
 from lessons import in_the_pool, run_lesson
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import RankError, WorkerPool
 
@@ -453,7 +454,7 @@ def test_smallest_messages_are_as_far_off_as_the_page_says() -> None:
             if case.get("nbytes") == 100 and case["ranks"] > 2:
                 errors.append(predicted[key] / median(case["measured"]) - 1)
     assert len(errors) == 3 * 2
-    page = " ".join((ROOT / PLACE / "README.md").read_text("utf-8").split())
+    page = words_of(PLACE)
     far = f"{100 * max(map(abs, errors)):.0f} % off"
     assert f"In rows not shown, the smallest messages are up to {far}." in page
 
@@ -468,7 +469,7 @@ def test_small_buckets_are_as_large_as_the_page_says() -> None:
     assert len(sizes) == 3 * 2 * 4 and {len(one) for one in sizes} == {4}
     low, high = (f(f(one) for one in sizes) / 1e6 for f in (min, max))
     caps = {SCALING.WAYS[way][0] for way in ("small buckets", "overlap")}
-    page = " ".join((ROOT / PLACE / "README.md").read_text("utf-8").split())
+    page = words_of(PLACE)
     words = f"(`bucket_cap_mb={caps.pop()}`: {low:.2f} to {high:.2f} MB)"
     assert f"`small buckets` {words}" in page and not caps
 
@@ -478,7 +479,7 @@ def test_a_burst_hides_the_latency_of_a_slow_link() -> None:
     network = load_chapter("03_ddp_torchrun/cluster")["network"]
     words = network.limit_words("eth0", "100mbit")
     assert words[words.index("burst") + 1] == "64kb"
-    page = " ".join((ROOT / PLACE / "README.md").read_text("utf-8").split())
+    page = words_of(PLACE)
     assert "lets 64 kB pass at once" in page
 
 

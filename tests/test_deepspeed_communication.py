@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from launch import ROOT
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import RankError, WorkerPool
 from zero_ranks import Pools, forget_earlier_group, run_zero_lesson
@@ -291,7 +291,7 @@ def test_stages_1_and_2_reduce_to_the_owner_if_told_and_never_scatter(
         for stage in (1, 2):
             due[stage, told] = {"reduce" if told else "all_reduce": 1, "all_gather": 1}
     assert by_rank == [due] * 2 and len(due) == 8
-    page = " ".join((ROOT / CHAPTER / "README.md").read_text("utf-8").split())
+    page = words_of(CHAPTER)
     assert "with [a setting](communication/README.md) DeepSpeed reduces: 1 + 1" in page
 
 

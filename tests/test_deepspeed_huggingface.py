@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from launch import ROOT
 from lessons import in_the_pool
+from pages import words_of
 from scripts import load_chapter
 from tiny_gpt import write_text, write_tokenizer
 from worker_pool import WorkerPool
@@ -410,7 +411,7 @@ def test_without_accumulate_every_batch_takes_a_step_and_nobody_says_so(
             assert (of_rank["1 batches"], of_rank["1 steps"]) == (3, 3)
             apart = (of_rank["2 weights"] - of_rank["1 weights"]).abs().max().item()
             assert apart < 2e-5 if steps == 3 else apart > 1e-3
-    page = " ".join((ROOT / ROOM / "README.md").read_text("utf-8").split())
+    page = words_of(ROOM)
     assert "reports 2 and still steps after every batch: in 6 batches 6 steps" in page
 
 
@@ -463,7 +464,7 @@ def test_a_classifier_s_gradients_are_too_large_under_trainer(
     found = zero_pools(2).run(step, kind, mends, steps, world_size=2)
     assert [pytest.approx(of.times, rel=1e-4) for of in found] == [[factor] * 2] * 2
     assert [of.evaluated for of in found] == [pytest.approx(evaluated, rel=1e-4)] * 2
-    page = " ".join((ROOT / ROOM / "README.md").read_text("utf-8").split())
+    page = words_of(ROOM)
     assert "**If a classifier's `forward` takes `**kwargs`, loss and gradients" in page
 
 

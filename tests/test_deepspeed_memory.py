@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from launch import ROOT, deepspeed, python, torchrun
 from lessons import in_the_pool, run_lesson
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -293,7 +294,7 @@ def test_lowest_stage_of_the_chapter_s_example_depends_on_the_tokens() -> None:
     assert three < 40 < two < one
     job = fit.job_of_shape("7B", tokens=2048)
     activations = fit.rank_bytes(job, 2, 4)["activations"] / 1e9
-    words = " ".join((ROOT / "05_deepspeed_zero/README.md").read_text().split())
+    words = words_of("05_deepspeed_zero")
     example = 'and 2048 tokens at a time, whose activations ("act.") take'
     assert f"{example} {activations:.0f} GB. No stage fits, unless" in words
     tight = f"With 4096 tokens only stage 3 fits, at {three:.2f} GB too tightly"
@@ -628,7 +629,7 @@ def test_ddp_in_autocast_takes_no_less_in_a_step() -> None:
     with WorkerPool(2) as fresh:
         results = fresh.run(steps_of_ddp)
     assert results == [pytest.approx(expected, abs=1)] * 2
-    page = " ".join((ROOT / ROOM / "README.md").read_text("utf-8").split())
+    page = words_of(ROOM)
     assert "DDP in autocast adds 4 for buckets and 4 for `foreach`; with" in page
 
 
@@ -754,7 +755,7 @@ def test_calculator_s_defaults_are_deepspeed_s(pool: WorkerPool) -> None:
     for kind in (peak.Job, added.Run):
         both = {name: kind._field_defaults[name] for name in ("bucket", "threshold")}
         assert found == both | ours
-    page = " ".join((ROOT / ROOM / "README.md").read_text("utf-8").split())
+    page = words_of(ROOM)
     assert "(`stage3_param_persistence_threshold`, 100,000 values)" in page
     assert "`sub_group_size`, a billion values" in page
     assert "`reduce_bucket_size` is 500 million **values**" in page

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 from launch import ROOT
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -285,7 +286,7 @@ def test_settings_are_those_that_the_page_names() -> None:
     assert training.USUAL_EPS == usual == 1e-8
     assert training.EPS == training.SETTINGS["eps"] == 1e-3
     assert (training.SAMPLES, training.STEPS) == (16, 12)
-    page = " ".join((ROOT / ROOM / "README.md").read_text("utf-8").split())
+    page = words_of(ROOM)
     assert "on the same 16 samples in each of 12 steps, by AdamW" in page
     assert "AdamW in float32 with an `eps` of 1e-3" in page
 

@@ -23,6 +23,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from launch import ROOT, torchrun
 from lessons import CPU, in_the_pool
+from pages import words_of
 from scripts import load_chapter
 from tiny_gpt import write_text
 from worker_pool import WorkerPool
@@ -589,7 +590,7 @@ def test_predictions_of_a_batch_that_does_not_divide_have_rows_too_many(
     for samples in (15, 16):
         _, ended = worker_pool.run(predicted, samples)
         assert ended == (16, [True] * samples)
-    page = " ".join((ROOT / CHAPTER / "README.md").read_text().split())
+    page = words_of(CHAPTER)
     assert "15 samples in 4 micro-batches silently give 16 predictions" in page
 
 
@@ -780,7 +781,7 @@ def test_zero_bubble_schedules_lose_gradients_in_silence(
     # A layer has a weight and a bias.
     trained = [2 * (4 - len(FROZEN[way]))] * 5 if way in FROZEN else [9] * 4
     assert counted == trained
-    page = " ".join((ROOT / CHAPTER / "README.md").read_text().split())
+    page = words_of(CHAPTER)
     assert "behind a frozen first stage" in page
 
 

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from answers import broken_pipeline, stage_order
 from launch import ROOT, python
 from lessons import run_lesson
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import RankError, WorkerPool
 
@@ -584,7 +585,7 @@ def test_a_tied_model_keeps_the_matrix_that_is_registered_last() -> None:
     state = {name: value.clone() for name, value in gpt.state_dict().items()}
     gpt.load_state_dict(state | {"head.weight": state["head.weight"] + 1})
     assert torch.equal(gpt.token_embedding.weight, state["head.weight"] + 1)
-    page = " ".join((ROOT / BALANCE / "README.md").read_text().split())
+    page = words_of(BALANCE)
     assert "keeps the one registered last" in page
 
 

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from launch import MARK, ROOT, clean_environment
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -554,7 +555,7 @@ def test_backward_waits_for_gradients_of_all_calls_before_it(
         "unused_before": "waits",
         "unused_before_without_grad": "waits",
     }
-    page = " ".join((ROOT / CHAPTER / "README.md").read_text().split())
+    page = words_of(CHAPTER)
     rule = (
         "If an earlier call of the context is not in its loss, a backward pass may wait"
     )

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from launch import ROOT
 from lessons import in_the_pool
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -1080,7 +1081,7 @@ def test_stage_3_takes_activation_checkpointing_if_it_is_reentrant(
         assert found.whole == (["1.2.weight", "1.2.bias"] if is_left else [])
         assert (found.nbytes, found.clears) == (0, not is_left)
     assert len(results) == 3
-    page = " ".join((ROOT / CHAPTER / "README.md").read_text("utf-8").split())
+    page = words_of(CHAPTER)
     assert (
         "otherwise `parameters()` afterwards yields a block's last layer whole" in page
     )
