@@ -40,7 +40,7 @@ def zero(stage: int) -> Callable[[str, int], list[Box]]:
 WAYS = {
     "data parallel (DDP)": (zero(0), "sample", "gradients"),
     "ZeRO-1": (zero(1), "sample", "gradients, new weights"),
-    "ZeRO-2": (zero(2), "sample", "the same, more often"),
+    "ZeRO-2": (zero(2), "sample", "gradients often, weights"),
     "FSDP, ZeRO-3": (zero(3), "sample", "weights, gradients"),
     "tensor": (lambda *_: SLICE, "all", "activations in layers"),
     "pipeline": (lambda _, i: ALL * (i == 0), "all", "activations between layers"),
