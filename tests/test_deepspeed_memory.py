@@ -630,7 +630,9 @@ def test_ddp_in_autocast_takes_no_less_in_a_step() -> None:
         results = fresh.run(steps_of_ddp)
     assert results == [pytest.approx(expected, abs=1)] * 2
     page = words_of(ROOM)
-    assert "DDP in autocast adds 4 for buckets and 4 for `foreach`; with" in page
+    assert (
+        "DDP in autocast adds 4 to its 16 for buckets and 4 for `foreach`; with" in page
+    )
 
 
 def test_history_tells_the_peak_and_begins_where_it_ends(counted: Any) -> None:

@@ -254,7 +254,7 @@ def test_an_expert_is_the_mlp_of_a_block() -> None:
     config = model.GPTConfig(width=D, heads=2, dropout=0.5)
     block, layer = model.Block(config), mixture.Mixture(D, 1, k=1)
     layer.experts["0"].load_state_dict({n: block.get_parameter(n) for n in names})
-    of_experts = mixture.ExpertBlock(config, layer)
+    of_experts = modules["expert_block"].ExpertBlock(config, layer)
     of_experts.load_state_dict(block.state_dict(), strict=False)
     outputs = []
     for one in (block, of_experts):
@@ -271,7 +271,9 @@ def test_a_dropped_token_is_left_to_the_residual() -> None:
     dropped = sorted(set(range(16)) - set(kept))
     assert len(dropped) == layer.dropped == 8 and layer.chosen.sum() == 16
     assert y[dropped].abs().max() == 0 and y[kept].abs().sum(1).min() > 0
-    block = mixture.ExpertBlock(modules["model"].GPTConfig(width=D), layer)
+    block = modules["expert_block"].ExpertBlock(
+        modules["model"].GPTConfig(width=D), layer
+    )
     with mock.patch.object(layer, "forward", torch.zeros_like):
         attention_alone = block(x)
     torch.testing.assert_close(

@@ -349,6 +349,33 @@ def spine_scripts_are_short(tree: Tree) -> list[str]:
     ]
 
 
+def imports_of_ours(tree: Tree, name: str, module: ast.Module) -> set[str]:
+    """Return the modules of its folder and of its chapter's that a file imports."""
+    path = PurePosixPath(name)
+    folders = (path.parent, PurePosixPath(path.parts[0]))
+    imported = {
+        part.split(".")[0]
+        for node in ast.walk(module)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for part in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+        )
+    }
+    return {m for m in imported if any(f"{f / m}.py" in tree for f in folders)}
+
+
+def files_to_carry_away_stand_alone(tree: Tree) -> list[str]:
+    """A file whose docstring says to carry it away imports nothing of ours."""
+    return [
+        f"{name}: is to be carried away, and imports {', '.join(sorted(ours))}"
+        for name, module in lesson_files(tree).items()
+        if "carry away this one file" in (ast.get_docstring(module) or "").lower()
+        if (ours := imports_of_ours(tree, name, module))
+    ]
+
+
 def lessons_import_little(tree: Tree) -> list[str]:
     """A script makes a reader open few other files of its chapter.
 
@@ -359,19 +386,7 @@ def lessons_import_little(tree: Tree) -> list[str]:
     """
     violations = []
     for name, module in scripts(tree).items():
-        path = PurePosixPath(name)
-        folders = (path.parent, PurePosixPath(path.parts[0]))
-        imported = {
-            part.split(".")[0]
-            for node in ast.walk(module)
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for part in (
-                [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else [node.module or ""]
-            )
-        }
-        ours = {m for m in imported if any(f"{f / m}.py" in tree for f in folders)}
+        path, ours = PurePosixPath(name), imports_of_ours(tree, name, module)
         is_mistake = ROOMS_WITHOUT_IMPORTS & set(path.parts)
         is_mistake = is_mistake and not path.stem.endswith("_table")
         if is_mistake or path.stem.startswith("minimal"):
@@ -1198,6 +1213,14 @@ BROKEN: list[tuple[Rule, Tree, str]] = [
         "01_a/minimal.py: imports ranks; 0 are allowed",
     ),
     (
+        files_to_carry_away_stand_alone,
+        {
+            "01_a/r/b.py": '"""Carry away this one file."""\nfrom c import d',
+            "01_a/c.py": "",
+        },
+        "01_a/r/b.py: is to be carried away, and imports c",
+    ),
+    (
         folders_are_small,
         {f"01_a/r/{number}.py": "" for number in range(11)},
         "01_a/r/: 11 Python files",
@@ -1430,6 +1453,14 @@ KEPT: list[tuple[Rule, Tree]] = [
     (
         lessons_import_little,
         {"01_a/failures/b_table.py": f"import ranks\n{GUARD}", "01_a/ranks.py": ""},
+    ),
+    (
+        files_to_carry_away_stand_alone,
+        {
+            "01_a/r/b.py": '"""Carry away this one file."""\nfrom torch import nn',
+            "01_a/r/d.py": '"""Stays here."""\nfrom c import d',
+            "01_a/c.py": "",
+        },
     ),
     (folders_are_small, {f"01_a/failures/{n}.py": "" for n in range(11)}),
     (

@@ -1,4 +1,4 @@
-"""A mixture of experts, in one process and with its experts sharded over ranks.
+"""A mixture of experts, on one rank or sharded over n: carry away this one file.
 
 E MLPs stand in the place of a block's one, and a token uses k of them. Shapes: B
 samples of T tokens, width D; a rank has N = B T tokens, and sends them to E experts. A
@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from model import Block, GPTConfig
 
 
 def choose_experts(probabilities: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -183,21 +181,3 @@ def mean_gradients(model: nn.Module, copies: Any = None) -> None:
         if p.requires_grad:
             dist.all_reduce(p.grad, group=copies if is_expert else None)
             p.grad /= dist.get_world_size()  # type: ignore
-
-
-class ExpertBlock(Block):
-    """A GPT's block whose MLP is a mixture of experts."""
-
-    def __init__(self, config: GPTConfig, mixture: Mixture) -> None:
-        """Build a block, and put the mixture in the place of its MLP."""
-        super().__init__(config)
-        del self.mlp_in, self.mlp_out
-        self.mixture = mixture
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (B, T, D) to (B, T, D)."""
-        y = self.attention_norm(x)
-        q, k, v = (self.split_heads(f(y)) for f in (self.query, self.key, self.value))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.drop(self.attention_out(y.transpose(1, 2).flatten(2)))
-        return x + self.drop(self.mixture(self.mlp_norm(x)))

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mixture import ExpertBlock, Mixture, MixtureOfExperts
+from expert_block import ExpertBlock
+from mixture import Mixture, MixtureOfExperts
 from model import GPT, GPTConfig
 
 B, T, E = 4, 32, 4

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from context_parallel import add_up_gradients, loss_of_shard
-from mixture import ExpertBlock, Mixture, MixtureOfExperts, mean_gradients
+from expert_block import ExpertBlock
+from mixture import Mixture, MixtureOfExperts, mean_gradients
 from model import GPT
 from ring_attention import zigzag
 from training import CONFIG, Trained

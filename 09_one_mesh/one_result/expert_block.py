@@ -1,0 +1,1 @@
+../experts/expert_block.py
