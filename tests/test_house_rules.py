@@ -261,6 +261,12 @@ def scripts(tree: Tree) -> dict[str, ast.Module]:
 
 
 @cache
+def nodes_of(module: ast.Module) -> list[ast.AST]:
+    """Return all nodes of a file, once for all rules."""
+    return list(ast.walk(module))
+
+
+@cache
 def tokens_of(text: str) -> list[Token]:
     """Parse a Markdown file, once for all rules."""
     return MarkdownIt("commonmark").enable("table").parse(text)
@@ -318,11 +324,15 @@ def every_script_is_run(tree: Tree) -> list[str]:
     violations = []
     for name in scripts(tree):
         path = PurePosixPath(name)
-        patterns = [launched.format(re.escape(name))]
+        patterns = {name: launched.format(re.escape(name))}
         show = str(path.parent / "show.py")
         if show in tree and path.name != "show.py":
-            patterns.append(rf"{re.escape(show)} .*\b{re.escape(path.stem)}\b")
-        is_run = any(re.search(p, line) for p in patterns for line in run)
+            patterns[show] = rf"{re.escape(show)} .*\b{re.escape(path.stem)}\b"
+        is_run = any(
+            script in line and re.search(pattern, line)
+            for script, pattern in patterns.items()
+            for line in run
+        )
         if not is_run and not path.name.startswith("draw_"):
             violations.append(f"{name}: no console block runs it")
     return violations
@@ -355,7 +365,7 @@ def imports_of_ours(tree: Tree, name: str, module: ast.Module) -> set[str]:
     folders = (path.parent, PurePosixPath(path.parts[0]))
     imported = {
         part.split(".")[0]
-        for node in ast.walk(module)
+        for node in nodes_of(module)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for part in (
             [alias.name for alias in node.names]
@@ -449,7 +459,7 @@ def no_path_surgery(tree: Tree) -> list[str]:
     """No file of a chapter changes where Python looks for modules: a room has links."""
     violations = []
     for name, module in lesson_files(tree).items():
-        for node in ast.walk(module):
+        for node in nodes_of(module):
             match node:
                 case ast.Attribute(value=ast.Name("sys"), attr="path"):
                     violations.append(f"{name}:{node.lineno}: sys.path")
@@ -472,7 +482,7 @@ def no_maximum_drops_a_nan(tree: Tree) -> list[str]:
         f"{name}:{node.lineno}: {ast.unparse(node)}"
         for name, module in lesson_files(tree).items()
         if not name.endswith("/same_as_one_process.py")
-        for node in ast.walk(module)
+        for node in nodes_of(module)
         if isinstance(node, ast.Call)
         and ast.unparse(node.func) == "max"
         and errors.search(ast.unparse(node))
@@ -566,7 +576,7 @@ def names_are_the_fields_own(tree: Tree) -> list[str]:
     """
     violations = []
     for file, module in python_files(tree).items():
-        for node in ast.walk(module):
+        for node in nodes_of(module):
             name = getattr(node, "id", getattr(node, "arg", getattr(node, "name", "")))
             if name in FORBIDDEN_NAMES and not isinstance(node, ast.keyword):
                 use = FORBIDDEN_NAMES[name]
@@ -582,7 +592,7 @@ def docstrings(module: ast.Module) -> set[ast.expr]:
     """Return the nodes of all docstrings."""
     return {
         node.body[0].value
-        for node in ast.walk(module)
+        for node in nodes_of(module)
         if isinstance(node, ast.Module | ast.ClassDef | Function)
         and node.body
         and isinstance(node.body[0], ast.Expr)
@@ -603,7 +613,7 @@ def no_fixed_port(tree: Tree) -> list[str]:
         lines, text_only = tree[name].splitlines(), docstrings(module)
         violations += [
             f"{name}:{node.lineno}: port {port}"
-            for node in ast.walk(module)
+            for node in nodes_of(module)
             if isinstance(node, ast.Constant)
             and node not in text_only
             and port in str(node.value)
@@ -617,7 +627,7 @@ def only_safe_loads(tree: Tree) -> list[str]:
     return [
         f"{name}:{node.value.lineno}: weights_only=False"
         for name, module in python_files(tree).items()
-        for node in ast.walk(module)
+        for node in nodes_of(module)
         if isinstance(node, ast.keyword)
         and node.arg == "weights_only"
         and isinstance(node.value, ast.Constant)
@@ -636,7 +646,7 @@ def groups_can_end(tree: Tree) -> list[str]:
     for name, module in lesson_files(tree).items():
         words = {
             node.attr if isinstance(node, ast.Attribute) else node.id
-            for node in ast.walk(module)
+            for node in nodes_of(module)
             if isinstance(node, ast.Attribute | ast.Name)
         }
         imported = [
@@ -664,7 +674,7 @@ def nobody_leaves_before_all_have_joined(tree: Tree) -> list[str]:
     """
     violations = []
     for name, module in lesson_files(tree).items():
-        calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
+        calls = [node for node in nodes_of(module) if isinstance(node, ast.Call)]
         called = {ast.unparse(call.func).rpartition(".")[2] for call in calls}
         waits = WRAPPERS & called or any(
             "group" not in {keyword.arg for keyword in call.keywords}
@@ -788,7 +798,7 @@ def loops_assert_how_much_they_saw(tree: Tree) -> list[str]:
     for name, module in python_files(tree).items():
         if not PurePosixPath(name).match("tests/test_*.py"):
             continue
-        for function in (n for n in ast.walk(module) if isinstance(n, Function)):
+        for function in (n for n in nodes_of(module) if isinstance(n, Function)):
             asserts = [n for n in ast.walk(function) if isinstance(n, ast.Assert)]
             for loop, source in checking_loops(function):
                 inside = set(ast.walk(loop))
