@@ -79,7 +79,7 @@ def end_of(
 
 
 CLAIMS = {
-    "accumulation": "the last two all-reduce once a step, and compute the gradient of "
+    "accumulation": "the last two all-reduce gradients once a step, and get those of "
     "one process",
     "uneven_inputs": "after train_together all ranks hold the weights of one process",
     "initial_weights": "loaded before wrapping, 5 steps end with the weights of one "
@@ -253,14 +253,18 @@ def test_no_sync_saves_only_around_the_forward_pass_too(
 
 
 def test_unequal_micro_batches_need_weights(worker_pool: WorkerPool) -> None:
-    sizes, ways = [[1, 4], [6, 2]], ["accumulate_unequal", "accumulate"]
-    results = worker_pool.run(gradients_by, ways, sizes)
-    alone = gradient_alone(sizes)
-    assert len(results) == 2
-    for (right, count), (wrong, _) in results:
-        assert count == 1
-        assert (right - alone).abs().max() < 1e-12
-        assert (wrong - alone).abs().max() > 0.01
+    ways = ["accumulate_unequal", "accumulate"]
+    # Unequal in length, or in number alone: one rank has four of 8, the other two.
+    for sizes in [[1, 4], [6, 2]], [[8] * 4, [8] * 2]:
+        results = worker_pool.run(gradients_by, ways, sizes)
+        alone = gradient_alone(sizes)
+        assert len(results) == 2
+        for (right, count), (wrong, _) in results:
+            assert count == 1
+            assert (right - alone).abs().max() < 1e-12
+            assert (wrong - alone).abs().max() > 0.01
+    said = "Right if all ranks have equally many micro-batches, all of one size."
+    assert script("accumulation").accumulate.__doc__ == said
 
 
 IGNORED = "ignore_index"

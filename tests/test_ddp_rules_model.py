@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DistributedSampler
 
 from lessons import run_lesson
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -165,6 +166,13 @@ def three_means(samples: int) -> list[float]:
     return [means(padded), means(own), sampler.mean_by_counts(own)]
 
 
+def means_of_halves() -> list[float]:
+    """Average equal losses whose sum and number two bytes cannot hold."""
+    many = torch.full((40_001,), 2, dtype=torch.float16)
+    few = torch.full((257,), 3, dtype=torch.bfloat16)
+    return [sampler.mean_by_counts(losses) for losses in (many, few)]
+
+
 def test_padding_biases_a_mean_and_sums_with_counts_do_not(
     worker_pool: WorkerPool,
 ) -> None:
@@ -182,6 +190,7 @@ def test_padding_biases_a_mean_and_sums_with_counts_do_not(
     by_rank = worker_pool.run(three_means, 2, world_size=3)
     true = losses[:2].mean().item()
     assert [counted for _, _, counted in by_rank] == [pytest.approx(true)] * 3
+    assert worker_pool.run(means_of_halves, world_size=3) == [[2, 3]] * 3
 
 
 @pytest.mark.parametrize(
@@ -282,6 +291,14 @@ def running_statistics(model: nn.Module) -> list[torch.Tensor]:
     return [b.clone() for b in model.buffers() if b.is_floating_point()]
 
 
+def build_trained() -> nn.Sequential:
+    """Build the lesson's model as if its BatchNorm had been trained before."""
+    model = sync_batch_norm.build_normed()
+    for tensor in model[1].state_dict().values():
+        tensor += 2
+    return model
+
+
 def off_under_ddp(wrap: str, broken: bool = False) -> dict[str, float]:
     """Compare a step under DDP with BatchNorm in one process.
 
@@ -289,11 +306,11 @@ def off_under_ddp(wrap: str, broken: bool = False) -> dict[str, float]:
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     samples = drifting_inputs(8 * world_size)
-    alone = normed_step(sync_batch_norm.build_normed(), samples)
+    alone = normed_step(build_trained(), samples)
     # A rank's loss is a mean over its own samples, one process's is over all of them.
     # DDP makes up for that in the gradients of weights; nobody does for the inputs.
     alone["input grads"] *= world_size
-    model = getattr(sync_batch_norm, wrap)(sync_batch_norm.build_normed())
+    model = getattr(sync_batch_norm, wrap)(build_trained())
     replaced = mock.patch.object(sync_batch_norm, "SumOverRanks", ForwardOnly)
     with replaced if broken else nullcontext():
         found = normed_step(model, samples.chunk(world_size)[rank])
@@ -369,23 +386,34 @@ def test_ranks_may_have_batches_of_different_length(worker_pool: WorkerPool) -> 
 
 
 def running_means() -> list[float]:
-    """Return a feature's running mean after a step, and after the next forward."""
+    """Return a feature's running mean after a step, and after the next forward.
+
+    And the plain model's outputs for one sample between the two, and at the end.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ddp_model = sync_batch_norm.wrap_plain(sync_batch_norm.build_normed())
     own = drifting_inputs(8 * world_size).chunk(world_size)[rank]
     normed_step(ddp_model, own)
     after_step = next(ddp_model.buffers())[0].item()
+    plain, sample = ddp_model.eval().module, torch.ones(1, 3)
+    output = plain(sample).item()
     # This changes no statistics, but begins with a broadcast of rank 0's buffers.
-    ddp_model.eval()(own[:1])
-    return [after_step, next(ddp_model.buffers())[0].item()]
+    ddp_model(own[:1])
+    means = [after_step, next(ddp_model.buffers())[0].item()]
+    return [*means, output, plain(sample).item()]
 
 
 def test_running_statistics_are_those_of_rank_zero_s_samples(
     worker_pool: WorkerPool,
 ) -> None:
     by_rank = worker_pool.run(running_means, world_size=3)
-    assert len({after_step for after_step, _ in by_rank}) == 3
-    assert [after_forward for _, after_forward in by_rank] == [by_rank[0][0]] * 3
+    after_step, after_forward, output, output_later = zip(*by_rank, strict=True)
+    assert len(set(after_step)) == 3
+    assert after_forward == (after_step[0],) * 3
+    # So without a broadcast the ranks validate three models.
+    assert len(set(output)) == 3 and output_later == (output[0],) * 3
+    said = "`ddp_model.module`, after broadcasting its buffers."
+    assert said in words_of(ROOM)
 
 
 def refusals() -> list[str]:

@@ -37,7 +37,7 @@ def undivided(ddp_model: DDP, batches: Batches) -> None:
 
 
 def accumulate(ddp_model: DDP, batches: Batches) -> None:
-    """Right if all micro-batches of all ranks have equally many samples."""
+    """Right if all ranks have equally many micro-batches, all of one size."""
     for i, (inputs, labels) in enumerate(batches, start=1):
         with nullcontext() if i == len(batches) else ddp_model.no_sync():
             (F.mse_loss(ddp_model(inputs), labels) / len(batches)).backward()
@@ -79,19 +79,19 @@ def main() -> None:
     ddp_model = DDP(torch.nn.Linear(1024, 512, bias=False).to(device))
     buckets, results = note_buckets(ddp_model), {}
     batches = draw_batches("equal", dist.get_rank(), device)
-    say(f"{'':18} | all-reduces | MB sent | gradient off by | if unequal")
+    say(f"{'':18} | gradient all-reduces | MB sent | gradient off by | if unequal")
     for loop in (no_sync_too_late, undivided, accumulate, accumulate_unequal):
         errors = [error_of(loop, ddp_model, sizes) for sizes in SIZES]
         buckets.clear()
         sent = sent_by_a_rank(partial(loop, ddp_model, batches))
         mb = "unknown" if sent is None else f"{sent / 1e6:.2f}"
-        counts = f"{len(buckets):11} | {mb:>7}"
+        counts = f"{len(buckets):20} | {mb:>7}"
         say(f"{loop.__name__:18} | {counts} | {errors[0]:15.0%} | {errors[1]:10.0%}")
         results[loop] = (len(buckets), *[error < 1e-5 for error in errors])
     is_right = results[accumulate][:2] == results[accumulate_unequal][:2] == (1, True)
     check(
         is_right and results[accumulate_unequal][2],
-        "the last two all-reduce once a step, and compute the gradient of one process",
+        "the last two all-reduce gradients once a step, and get those of one process",
     )
     leave()
 

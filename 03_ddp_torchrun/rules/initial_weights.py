@@ -22,7 +22,7 @@ def load_after_wrapping(model: nn.Module, checkpoint: dict) -> DDP:
 
 
 def load_before_wrapping(model: nn.Module, checkpoint: dict) -> DDP:
-    """Right: when DDP wraps the model, all ranks get rank 0's weights and buffers."""
+    """Right: wrapping, by default, copies rank 0's weights and buffers to all."""
     if dist.get_rank() == 0:
         model.load_state_dict(checkpoint)
     return DDP(model)

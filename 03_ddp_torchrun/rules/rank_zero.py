@@ -33,7 +33,7 @@ def on_rank_zero(ddp_model: DDP) -> float | None:
 
 
 def on_all_ranks(ddp_model: DDP) -> float | None:
-    """Right: all validate, and one rank prints."""
+    """Right, if buffers are equal: all validate, and one rank prints."""
     loss = validate(ddp_model.module)
     return loss if dist.get_rank() == 0 else None
 

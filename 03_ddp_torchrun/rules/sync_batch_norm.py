@@ -57,8 +57,10 @@ def wrap_plain(model: nn.Sequential) -> nn.Module:
 
 
 def wrap_summed(model: nn.Sequential) -> nn.Module:
-    """Right: the layer above in place of BatchNorm."""
-    model[1] = SummedBatchNorm(5, device=next(model.parameters()).device)
+    """Right: the layer above, with BatchNorm's state, in its place."""
+    summed = SummedBatchNorm(5, device=next(model.parameters()).device)
+    summed.load_state_dict(model[1].state_dict())
+    model[1] = summed
     return DistributedDataParallel(model)
 
 
