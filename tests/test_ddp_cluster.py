@@ -709,6 +709,16 @@ def test_an_address_that_no_host_has(laboratory: None) -> None:
     assert f"host1 | {where} cannot be reached: No route to host" in result.output
 
 
+def test_a_port_where_nobody_listens_may_be_behind_a_firewall() -> None:
+    connect = load_chapter("03_ddp_torchrun/cluster")["can_reach"].connect
+    port = free_port()
+    with pytest.raises(OSError) as refusal:
+        connect("127.0.0.1", port, 0)
+    where = f"127.0.0.1:{port} (127.0.0.1)"
+    why = "refuses: nobody listens at that port, or a firewall rejects"
+    assert str(refusal.value) == f"{where} {why}"
+
+
 def test_port_of_another_job_is_taken() -> None:
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]

@@ -31,7 +31,7 @@ def connect(host: str, port: int, seconds: float) -> socket.socket:
         try:
             return socket.create_connection((host, port), timeout=left)
         except ConnectionRefusedError:
-            what = "is up, but nobody listens at that port"
+            what = "refuses: nobody listens at that port, or a firewall rejects"
             if time.monotonic() < deadline:  # the listener may only be late
                 time.sleep(0.2)
                 continue

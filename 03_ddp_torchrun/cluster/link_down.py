@@ -1,4 +1,4 @@
-"""While a link is down nothing fails: collectives wait until the group's timeout.
+"""While a link is down collectives wait: until the group's timeout, or TCP's.
 
 Run: python 03_ddp_torchrun/cluster/lab.py --down-when="step 3" --up-after=4
     --max-restarts=1 -- 03_ddp_torchrun/cluster/link_down.py

@@ -3,8 +3,9 @@
 #     RANKS=1 bash 03_ddp_torchrun/cluster/rehearse.sh \
 #         03_ddp_torchrun/cluster/slurm.sbatch 03_ddp_torchrun/train.py --checkpoint=gpt.pt
 #
-# What the script asks for in its #SBATCH lines is not looked at. With LIMIT=20 the nodes
-# get, after 20 seconds, the signal that Slurm sends before the time of a job is up.
+# What the script asks for in its #SBATCH lines is not looked at; it must write options of
+# srun as --name=value. With LIMIT=20 the nodes get, after 20 seconds, the signal that
+# Slurm sends before the time of a job is up.
 
 set -euo pipefail
 [ -f "${1:-}" ] || {
