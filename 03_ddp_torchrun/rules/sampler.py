@@ -40,7 +40,7 @@ def mean_of_means(losses: torch.Tensor) -> float:
 
 def mean_by_counts(losses: torch.Tensor) -> float:
     """Right: each sample counts as much; a rank may have none."""
-    losses = losses.float()  # two bytes may round the sum, or have no room for it
+    losses = losses.float()  # a sum in float16 may overflow, in bf16 it is rounded
     total = torch.stack([losses.sum(), losses.new_tensor(len(losses))])
     dist.all_reduce(total)  # the sum and the count in one message
     return (total[0] / total[1]).item()
