@@ -36,7 +36,7 @@ class CopyToRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
         """All-reduce: each rank has computed a term of the gradient of x."""
-        return all_reduced(grad, ctx.group), None
+        return SumOverRanks.apply(grad, ctx.group), None
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -45,12 +45,13 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, term, group=None):
         """All-reduce."""
+        ctx.group = group
         return all_reduced(term, group)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
         """Send nothing: the gradient of a term is that of the sum."""
-        return grad, None
+        return CopyToRanks.apply(grad, ctx.group), None
 
 
 class ColumnParallelLinear(nn.Module):

@@ -290,6 +290,36 @@ def test_an_adapter_is_copied_between_its_two_matrices(worker_pool: WorkerPool) 
         assert max(x, a, x_too) < 1e-14 and a_wrong > 0.1
 
 
+def penalty_errors() -> list[float]:
+    """Penalise a gradient's norm; return how wrong the penalty's gradients are."""
+    x, a, b = (
+        torch.randn(shape, dtype=FLOAT64, generator=torch.Generator().manual_seed(i))
+        for i, shape in enumerate([(16, 8), (8, 6), (6, 2)])
+    )
+    n, rank = dist.get_world_size(), dist.get_rank()
+    cuts = x, a.chunk(n, 1)[rank], b.chunk(n)[rank]
+    f, g = layers.CopyToRanks.apply, layers.SumOverRanks.apply
+    grads = []
+    for leaves, copied, added in (
+        ((x, a, b), lambda x: x, lambda y: y),
+        (cuts, f, g),
+    ):
+        x, a, b = leaves = [t.clone().requires_grad_() for t in leaves]
+        y = added((copied(x.sin()) @ a).sin() @ b).sin()
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        grads.append([grad, *torch.autograd.grad(grad.square().sum(), leaves)])
+    of_x, of_its_penalty, of_a, of_b = grads[0]
+    rights = of_x, of_its_penalty, of_a.chunk(n, 1)[rank], of_b.chunk(n)[rank]
+    pairs = zip(rights, grads[1], strict=True)
+    return [(torch.dist(right, g) / right.norm()).item() for right, g in pairs]
+
+
+def test_a_gradient_of_a_gradient_is_one_process_s(worker_pool: WorkerPool) -> None:
+    found = worker_pool.run(penalty_errors)
+    assert [len(errors) for errors in found] == [4, 4]
+    assert max(map(max, found)) < 1e-13, found
+
+
 class HeadsThatDiffer(nn.Module):
     """Causal attention with ALiBi's slopes and half as many heads of keys."""
 
