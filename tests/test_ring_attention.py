@@ -217,6 +217,24 @@ def test_ring_runs_in_a_group(worker_pool: WorkerPool) -> None:
     assert len(errors) == 4 and max(map(max, errors)) < 1e-12
 
 
+def differentiated_twice() -> str:
+    """Ask for the gradient of a gradient, of which a part is by another way."""
+    shards = ring.zigzag(8, dist.get_world_size())
+    x = torch.randn(B, H, 4, D, requires_grad=True)
+    out = ring.ring_attention(x.sin(), x.cos(), x.tanh(), shards)
+    try:
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        torch.autograd.grad(grad.square().sum(), x)
+    except RuntimeError as error:
+        return str(error)
+    return "it ran"
+
+
+def test_a_gradient_of_a_gradient_is_refused(worker_pool: WorkerPool) -> None:
+    said = "ring attention does not support create_graph=True"
+    assert worker_pool.run(differentiated_twice) == [said] * 2
+
+
 def refusals() -> list[str]:
     """Give shards of another length, and those of another number of ranks."""
     told = []
@@ -329,7 +347,7 @@ DOCUMENT = torch.tensor([0] * 10 + [1] * 14)
 def packed_errors(line: str) -> list[float]:
     """Put a line where scores_of says so; compare two documents in one sequence."""
     source = inspect.getsource(ring.scores_of)
-    (comment,) = re.findall(r"^ +# Another mask goes here.*\n", source, re.M)
+    (comment,) = re.findall(r"^ +# Another mask.*\n +# sees &= .*\n", source, re.M)
     names = {**vars(ring), "doc": DOCUMENT}
     exec(source.replace(comment, f"    {line}\n"), names)
     tokens = len(DOCUMENT)
@@ -533,6 +551,20 @@ def test_a_loss_is_divided_by_the_labels_that_count(worker_pool: WorkerPool) -> 
     for right, ours, by_tokens in found:
         assert ours == pytest.approx(right, rel=1e-9)
         assert by_tokens == pytest.approx(0.6 * right, rel=1e-9)
+
+
+def gradients_of_what_is_trained() -> list[Any]:
+    """Freeze a bias, and sum over the ranks."""
+    model = torch.nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    model(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+    script.add_up_gradients(model)
+    weight: Any = model.weight.grad
+    return [weight.tolist(), model.bias.grad]
+
+
+def test_what_is_frozen_has_no_gradient_to_add(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(gradients_of_what_is_trained) == [[[[3.0, 3.0]], None]] * 2
 
 
 def ending(faults: list[tuple[Any, str, Any]]) -> tuple[Any, str]:

@@ -51,7 +51,8 @@ def run_block(block: Any, x: Tensor, shards: Sequence[Tensor]) -> Tensor:
 def add_up_gradients(model: nn.Module) -> None:
     """Sum over the ranks: each has the whole weights, and its tokens' gradients."""
     for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
+        if parameter.requires_grad:
+            dist.all_reduce(parameter.grad)
 
 
 def main() -> None:

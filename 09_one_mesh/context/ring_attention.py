@@ -75,6 +75,8 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
         """Let keys and values go round again, and the sums of their gradients home."""
+        if torch.is_grad_enabled():  # autograd would take what is sent for constants
+            raise RuntimeError("ring attention does not support create_graph=True")
         (q, kv, out, lse), shards, group = ctx.saved_tensors, ctx.shards, ctx.group
         mine, dtype = shards[dist.get_rank(group)], q.dtype
         q, grad = wide(q), wide(grad)
@@ -107,7 +109,8 @@ def scores_of(q: Tensor, k: Tensor, mine: Tensor, theirs: Tensor) -> tuple[Tenso
     The other products are not computed.
     """
     sees = mine[:, None] >= theirs  # causal, by the positions in the sequence
-    # Another mask goes here. If packed: sees &= doc[mine][:, None] == doc[theirs]
+    # Another mask, of all samples and heads, goes here. If packed:
+    # sees &= doc[mine][:, None] == doc[theirs]
     sees = sees.to(q.device)
     rows, columns = sees.any(1), sees.any(0)
     scores = q[..., rows, :] @ k[..., columns, :].mT * q.shape[-1] ** -0.5
