@@ -630,16 +630,25 @@ def averaged(change: str) -> list[tuple[str, float, bool]]:
     alone, ours = layers
     if change == "frozen":
         ours.router.requires_grad_(False)
+    if change == "unused":
+        for layer in layers:
+            layer.of_rank_0 = nn.Parameter(torch.ones(1).double())
+            layer.of_nobody = nn.Parameter(torch.ones(1).double())
     x = torch.randn(n * B, T, D).double()
     alone(x).square().mean().backward()
     ours(x.chunk(n)[rank]).square().mean().backward()
+    if change == "unused":
+        alone.of_nobody.grad = torch.zeros(1).double()
+        (alone.of_rank_0 / n).sum().backward()
+        if rank == 0:
+            ours.of_rank_0.sum().backward()
     copies = dist.new_subgroups(group_size=1)[0]
     mixture.mean_gradients(OtherNames(ours) if change == "named" else ours, copies)
     found = []
     for name, p in ours.named_parameters():
         right = alone.get_parameter(name).grad
         grad = torch.zeros_like(right) if p.grad is None else p.grad
-        error = (torch.dist(grad, right) / right.norm()).item()
+        error = (torch.dist(grad, right) / right.norm().clamp(min=1e-6)).item()
         found.append((name, error, p.grad is None))
     return found
 
@@ -650,6 +659,18 @@ def test_a_frozen_router_has_no_gradient_to_average(worker_pool: WorkerPool) -> 
     for (name, _, is_missing), *of_experts in found:
         assert name == "router.weight" and is_missing
         assert len(of_experts) == 8 and max(e for _, e, _ in of_experts) < 1e-12
+
+
+def test_what_some_or_all_ranks_did_not_use_counts_as_zero(
+    worker_pool: WorkerPool,
+) -> None:
+    found = worker_pool.run(averaged, "unused")
+    assert len(found) == 2
+    for of_rank in found:
+        assert {"of_rank_0", "of_nobody"} < {name for name, *_ in of_rank}
+        assert len(of_rank) == 2 + 1 + 8
+        assert max(e for _, e, _ in of_rank) < 1e-12
+        assert not any(is_missing for *_, is_missing in of_rank)
 
 
 def test_experts_are_known_by_their_name(worker_pool: WorkerPool) -> None:

@@ -174,10 +174,12 @@ def mean_gradients(model: nn.Module, copies: Any = None) -> None:
     """Sum each gradient over the ranks with a copy, divide by the number of all ranks.
 
     `copies` is the group of the ranks that hold the same experts; None means all.
-    Experts are what is in a module of the name `experts`.
+    Experts are what is in a module of the name `experts`. A parameter that a rank did
+    not use counts as zero, and gets a gradient although no rank may have used it.
     """
     for name, p in model.named_parameters():
         is_expert = "experts" in name.split(".")
         if p.requires_grad:
-            dist.all_reduce(p.grad, group=copies if is_expert else None)
-            p.grad /= dist.get_world_size()  # type: ignore
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(grad, group=copies if is_expert else None)
+            p.grad = grad.div_(dist.get_world_size())
