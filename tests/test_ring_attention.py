@@ -409,10 +409,12 @@ def test_a_receive_that_is_too_short_aborts(worker_pool: WorkerPool) -> None:
 # --- What it costs. ----------
 
 
-def costs(way: str, tokens: int) -> dict[str, Any]:
+def costs(
+    way: str, tokens: int, dtype: torch.dtype = torch.float64
+) -> dict[str, Any]:
     """Count scores by step, bytes sent each way, and numbers kept for backward."""
     n, rank = dist.get_world_size(), dist.get_rank()
-    *whole, grad = leaves_of(tokens, 1.0, torch.float64)
+    *whole, grad = leaves_of(tokens, 1.0, dtype)
     shards = WAYS[way](tokens, n)
     mine = shards[rank]
     q, k, v, grad = (t[..., mine, :].requires_grad_() for t in (*whole, grad))
@@ -495,6 +497,14 @@ def test_bytes_and_memory_are_by_the_formula(
             assert found["sent"] == [forward, 2 * forward]
         # Query, key, value, output, and one number for the softmax.
         assert found["kept"] == B * H * lengths[rank] * (4 * D + 1)
+
+
+def test_in_bf16_gradients_are_twice_as_wide_on_the_way(
+    worker_pool: WorkerPool,
+) -> None:
+    results = worker_pool.run(costs, "zigzag", 32, torch.bfloat16)
+    forward = 2 * B * H * D * 2 * 16  # to the other rank, keys and values of 16 tokens
+    assert [found["sent"] for found in results] == [[forward, 3 * forward]] * 2
 
 
 # --- The GPT. ----------

@@ -24,7 +24,8 @@ def shard(model: Any, everyone: DeviceMesh, copies: DeviceMesh, divide: bool) ->
         fully_shard(expert, mesh=copies)
         if divide:
             expert.set_gradient_divide_factor(everyone.size())
-            expert.set_force_sum_reduction_for_comms(True)  # gloo: needed in float32
+            # On gloo float32 and bf16 need it.
+            expert.set_force_sum_reduction_for_comms(True)
     fully_shard(model, mesh=everyone)
 
 
