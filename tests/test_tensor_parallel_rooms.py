@@ -147,6 +147,57 @@ def test_tensor_parallel_ranks_need_the_same_samples(printed: dict) -> None:
     ]
 
 
+def errors_of_sums_in_place() -> list[float]:
+    """Sum what @, + and tanh return in place; return how wrong its gradients are."""
+    torch.manual_seed(dist.get_rank())
+    x, rows, bias = torch.randn(4, 3), torch.randn(3, 2), torch.randn(2)
+    operations = (
+        lambda rows: x @ rows,
+        lambda rows: x @ rows + bias,
+        lambda rows: (x @ rows).tanh(),
+    )
+    errors = []
+    for operation in operations:
+        grads = []
+        for detached in (True, False):
+            rows.requires_grad_()
+            y = operation(rows)
+            terms = y.detach() if detached else y.detach().clone()
+            dist.all_reduce(terms)
+            grads += torch.autograd.grad(y, rows, 2 * terms)
+        errors.append((torch.dist(*grads) / grads[1].norm()).item())
+    return errors
+
+
+def test_a_result_that_backward_needs_is_not_summed_in_place(
+    worker_pool: WorkerPool,
+) -> None:
+    found = worker_pool.run(errors_of_sums_in_place)
+    assert len(found) == 2
+    for product, added, tanh in found:
+        assert max(product, added) < 1e-6 and tanh > 0.1
+
+
+def masks_by_swapped_states() -> list[list[float]]:
+    """Drop a whole tensor, a shard, a whole one; each kind has a generator's state."""
+    states, found = {}, []
+    for kind, seed in (("whole", 0), ("shard", 1 + dist.get_rank())):
+        torch.manual_seed(seed)
+        states[kind] = torch.get_rng_state()
+    for kind in ("whole", "shard", "whole"):
+        torch.set_rng_state(states[kind])
+        found.append(F.dropout(torch.ones(64), 0.5).tolist())
+        states[kind] = torch.get_rng_state()
+    return found
+
+
+def test_two_states_of_the_generator_are_swapped(worker_pool: WorkerPool) -> None:
+    both = zip(*worker_pool.run(masks_by_swapped_states), strict=True)
+    one, shard, other = both
+    assert one[0] == one[1] and other[0] == other[1] and one[0] != other[0]
+    assert shard[0] != shard[1]
+
+
 # --- What people get wrong, and what it says then. ----------
 
 
@@ -270,6 +321,21 @@ def test_a_fused_projection_is_cut_across_its_parts(worker_pool: WorkerPool) -> 
         assert [columns for _, columns in found] == [6, 6]
         apart = max(apart for apart, _ in found)
         assert apart < 1e-6 if head_by_head else apart > 0.5
+
+
+def fixed_view(is_local: bool) -> list[int]:
+    """View a query, cut by columns, as four heads; return its shape."""
+    style = ColwiseParallel(use_local_output=is_local)
+    query = parallelize_module(nn.Linear(8, 8), init_device_mesh("cpu", (2,)), style)
+    return list(query(torch.ones(2, 3, 8)).view(2, 3, 4, 2).shape)
+
+
+def test_a_fixed_number_of_heads_fails_on_a_plain_shard_alone(
+    worker_pool: WorkerPool,
+) -> None:
+    assert worker_pool.run(fixed_view, False) == [[2, 3, 4, 2]] * 2
+    with pytest.raises(RankError, match="is invalid for input of size 24"):
+        worker_pool.run(fixed_view, True)
 
 
 def odd_sizes(case: str) -> None:
@@ -509,6 +575,11 @@ def test_a_larger_batch_does_not_lower_the_rate_that_pays() -> None:
             rates[way].append(COST.break_even_rate(sent, saved))
     assert rates["tensor"] == pytest.approx(rates["tensor"][:1] * 3)
     assert rates["data"][0] / rates["data"][2] == pytest.approx(100)
+    # A layer twice as wide is worth a link half as fast.
+    wider = COST.tensor_parallel_bytes(tokens, 2 * width, layers)
+    assert COST.break_even_rate(wider, 4 * saved) == pytest.approx(
+        rates["tensor"][2] / 2, rel=1e-3
+    )
     assert COST.seconds_on_link(nbytes["tensor"], rates["tensor"][2]) == pytest.approx(
         saved
     )

@@ -23,7 +23,8 @@ def main() -> None:
         # WRONG: each rank brings the bias into the sum: it counts world_size times.
         # Write: term, added = mine @ rows, bias
         term, added = mine @ rows + bias, 0.0
-        dist.all_reduce(term.detach())  # in place, so that autograd does not see it
+        # In place, unseen by autograd: + does not keep its result for backward.
+        dist.all_reduce(term.detach())
         loss = (term + added - target).square().mean()
         grads = torch.autograd.grad(loss, (rows, bias))
         for weight, grad in zip((rows, bias), grads, strict=True):

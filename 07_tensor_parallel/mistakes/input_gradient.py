@@ -42,7 +42,7 @@ def main() -> None:
         # Write: y = (CopyToRanks.apply(hidden) @ weights[1]).relu() @ weights[2]
         y = (hidden @ weights[1]).relu() @ weights[2]
         # detach() shares the memory of y: y becomes the sum, and autograd is not told.
-        # It need not be, because the gradient of a term is that of the sum.
+        # A term's gradient is the sum's, and @ (unlike tanh) does not keep its result.
         dist.all_reduce(y.detach())
         loss = (y - target).square().mean()
         grads = torch.autograd.grad(loss, weights)

@@ -26,7 +26,8 @@ def main() -> None:
     loss = torch.zeros(())
     for _ in range(300):
         y = (x @ weights[0]).tanh() @ weights[1]
-        dist.all_reduce(y.detach())  # in place, so that autograd does not see it
+        # In place, unseen by autograd: @ does not keep its result for backward.
+        dist.all_reduce(y.detach())
         loss = (y - target).square().mean()
         grads = torch.autograd.grad(loss, weights)
         for weight, grad in zip(weights, grads, strict=True):
