@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from launch import ROOT
 from lessons import in_the_pool
 from scripts import load_chapter
 from tiny_gpt import write_text, write_tokenizer
@@ -366,10 +367,12 @@ def by_transformers_itself(folder: Path) -> dict[str, Any]:
     config = DistributedConfig(tp_size=dist.get_world_size())
     model: Any = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
     plain: Any = AutoModelForCausalLM.from_pretrained(folder)
-    call, losses, tokens = inputs_of(""), [], []
+    call, losses, tokens, shapes = inputs_of(""), [], [], []
     model.model.layers[1].register_forward_pre_hook(
         lambda layer, given: tokens.append(given[0].shape[1])
     )
+    for module in (model.lm_head, model.model.layers[1].mlp.up_proj):
+        module.register_forward_hook(lambda _, __, y: shapes.append(y.shape[-1]))
     for one in (model, plain):
         loss = one(**call).loss
         loss.backward()
@@ -396,6 +399,7 @@ def by_transformers_itself(folder: Path) -> dict[str, Any]:
             n.split(".")[-2] for (n, p), _ in pairs if not hasattr(p, "to_local")
         },
         "tokens": tokens,
+        "shapes": shapes,
         "errors": errors,
     }
 
@@ -430,8 +434,11 @@ def on_its_own_text(folder: Path, text: Path) -> dict[str, Any]:
     }
 
 
-def masked_on_data_ranks(folder: Path, counted: bool) -> float:
-    """Give data ranks other numbers of labels; return the largest gradient's error."""
+def masked_on_data_ranks(folder: Path, count: str) -> float:
+    """Give data ranks other numbers of labels; return the largest gradient's error.
+
+    `count` is Python for the argument that the page gives.
+    """
     write(folder, tied=True)
     ours, lesson = modules()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
@@ -442,8 +449,8 @@ def masked_on_data_ranks(folder: Path, counted: bool) -> float:
     labels[0, :50] = labels[3, :10] = -100
     alone(input_ids=tokens, labels=labels, use_cache=False).loss.backward()
     mine = [x.chunk(2)[dist.get_rank()] for x in (tokens, labels)]
-    labelled = (labels[:, 1:] != -100).sum().item()  # none is for the first token
-    given = {"num_items_in_batch": labelled / 2} if counted else {}
+    names = {"labels": labels, "data_ranks": 2}
+    given = {"num_items_in_batch": eval(count, names)} if count else {}
     with lesson.loss_parallel():
         call = {"input_ids": mine[0], "labels": mine[1], "use_cache": False}
         model(**call, **given).loss.backward()
@@ -588,10 +595,16 @@ def test_minimal_s_calls_resume_it_on_another_mesh(
 def test_data_ranks_divide_by_their_own_labels_unless_all_are_counted(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
-    own = worker_pool.run(masked_on_data_ranks, tmp_path / "own", False)
-    counted = worker_pool.run(masked_on_data_ranks, tmp_path / "counted", True)
-    assert len(own) == len(counted) == 2
-    assert min(own) > 0.1 and max(counted) < 1e-5
+    page = (ROOT / ROOM / "README.md").read_text()
+    (counted,) = re.findall(r"`num_items_in_batch=([^`]+)`", page)
+    # A label is for the token before it, so none is for the first.
+    too_many = counted.replace("[:, 1:]", "")
+    own, right, wrong = (
+        worker_pool.run(masked_on_data_ranks, tmp_path / name, count)
+        for name, count in (("own", ""), ("right", counted), ("wrong", too_many))
+    )
+    assert len(own) == len(right) == len(wrong) == 2
+    assert min(own) > 0.1 and max(right) < 1e-5 and 0.01 < min(wrong) < 0.02
 
 
 # --- The plan. ----------
@@ -750,6 +763,7 @@ def test_each_rank_reads_its_slices_and_the_whole_comes_back(
         assert found["ends"] == [5, 9]
 
 
+ODD_MLP = {"model_type": "llama", "intermediate_size": 129}
 QWEN_MOE = {"model_type": "qwen2_moe", "num_hidden_layers": 1, "num_experts": 2}
 
 
@@ -760,6 +774,7 @@ QWEN_MOE = {"model_type": "qwen2_moe", "num_hidden_layers": 1, "num_experts": 2}
         ({"model_type": "gemma"}, 1, "GemmaForCausalLM has buffers in"),
         (QWEN_MOE, 1, "Qwen2MoeForCausalLM: no style in PLAN for model.layers.0.mlp."),
         ({"model_type": "llama", "num_key_value_heads": 8}, 3, "LlamaConfig: 3 ranks"),
+        (ODD_MLP, 2, "LlamaConfig: 2 ranks cannot share intermediate_size = 129"),
         ({"model_type": "llama", "num_key_value_heads": 8}, 8, ""),
         ({"model_type": "qwen3"}, 4, ""),
     ],
@@ -771,7 +786,7 @@ def test_model_that_does_not_fit_the_plan_is_refused(
     assert found.startswith(said) and bool(found) == bool(said)
 
 
-def test_transformers_itself_leaves_norms_and_activations_whole(
+def test_transformers_itself_leaves_norms_activations_and_logits_whole(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
     ends = worker_pool.run(by_transformers_itself, tmp_path)
@@ -780,6 +795,7 @@ def test_transformers_itself_leaves_norms_and_activations_whole(
         assert found["loss"] < 1e-6 and found["far"] < 1e-6
         norms = {"input_layernorm", "post_attention_layernorm", "norm"}
         assert found["plain"] == norms and found["tokens"] == [T]
+        assert found["shapes"] == [SIZES["intermediate_size"] // 2, V]
         for error in found["errors"]:
             assert "got mixed torch.Tensor and DTensor" in error
         assert len(found["errors"]) == 2
