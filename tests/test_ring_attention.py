@@ -409,9 +409,7 @@ def test_a_receive_that_is_too_short_aborts(worker_pool: WorkerPool) -> None:
 # --- What it costs. ----------
 
 
-def costs(
-    way: str, tokens: int, dtype: torch.dtype = torch.float64
-) -> dict[str, Any]:
+def costs(way: str, tokens: int, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """Count scores by step, bytes sent each way, and numbers kept for backward."""
     n, rank = dist.get_world_size(), dist.get_rank()
     *whole, grad = leaves_of(tokens, 1.0, dtype)
