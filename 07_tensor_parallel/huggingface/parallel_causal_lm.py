@@ -72,11 +72,11 @@ def build_on_meta(name: str, tensor_ranks: int) -> Any:
     if is_path and not Path(name).is_dir():
         raise ValueError(f"{name}: there is no such folder")
     config = AutoConfig.from_pretrained(name)
-    for name_of_size in ("num_key_value_heads", "intermediate_size"):
-        size = getattr(config, name_of_size, None)
-        if not isinstance(size, int) or size % tensor_ranks:
-            said = f"{tensor_ranks} ranks cannot share {name_of_size} = {size}"
-            said = said if size else f"no {name_of_size}, so it is not like Llama"
+    for field in ("num_key_value_heads", "intermediate_size"):
+        number = getattr(config, field, None)
+        if not isinstance(number, int) or number % tensor_ranks:
+            said = f"{tensor_ranks} ranks cannot share {field} = {number}"
+            said = said if number else f"no {field}, so it is not like Llama"
             raise ValueError(f"{type(config).__name__}: {said}")
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
