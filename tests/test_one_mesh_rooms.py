@@ -16,11 +16,17 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from launch import ROOT, python
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import RankError, WorkerPool
 
@@ -321,6 +327,32 @@ def test_rank_zero_waits_less_than_the_next_step_takes(worker_pool: WorkerPool) 
     assert found == [(limits, "norm 5\n")] * 2 + [(limits, "")] * 2
 
 
+def axes_of_a_whole_state_dict(by_fsdp: bool) -> set[str]:
+    """Return the axes over which ranks gather weights that are to be saved whole."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model: Any = nn.Sequential(nn.Linear(4, 4, bias=False))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    if by_fsdp:
+        fully_shard(model, mesh=mesh["data"])
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    with load_chapter("09_one_mesh")["gpt_on_mesh"].CallsByAxis(mesh) as log:
+        get_model_state_dict(model, options=options)
+    return {axis for axis, _ in log.calls}
+
+
+def test_whole_weights_are_gathered_over_data_under_fsdp_only(
+    worker_pool: WorkerPool,
+) -> None:
+    found = [
+        worker_pool.run(axes_of_a_whole_state_dict, by_fsdp, world_size=4)
+        for by_fsdp in (False, True)
+    ]
+    assert found == [[{"tensor"}] * 4, [{"data", "tensor"}] * 4]
+    page = words_of(MISTAKES)
+    assert "where `data` only replicates, `rank == 0` becomes" in page
+    assert "under FSDP all ranks call" in page
+
+
 def timeouts() -> list[timedelta]:
     """Return those of the world, of a mesh's groups, and of one that was told."""
     gloo: Any = dist.ProcessGroupGloo
@@ -388,12 +420,16 @@ def test_only_some_calls_from_outside_of_a_group_are_errors(
     assert ends == [[none, error, error, none, *[error, none] * 3]] * 2
 
 
-def outside() -> tuple[int, int, str]:
-    """Return rank and size of a group of others, and what warnings as errors say."""
+def outside(option: str) -> tuple[int, int, str]:
+    """Return rank and size of a group of others, and what a warning as an error says.
+
+    The option is one of PYTHONWARNINGS, which Python reads when it starts.
+    """
     others: Any = [dist.new_group([rank]) for rank in (0, 1)][1 - dist.get_rank()]
     said = ""
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.resetwarnings()
+        warnings._setoption(option)  # type: ignore
         try:
             dist.all_reduce(torch.ones(1), group=others)
         except ValueError as error:
@@ -420,7 +456,9 @@ def test_source_zero_of_the_world_is_found_with_two_groups(
 def test_warnings_as_errors_find_another_s_group(worker_pool: WorkerPool) -> None:
     said = "Invalid process group specified, after Running all_reduce on global rank {}"
     said += " which does not belong to the given group."
-    ends = worker_pool.run(outside)
+    # A variable, since torchrun hands `python -W` to no rank, nor pytest its own `-W`.
+    (option,) = re.findall(r"`PYTHONWARNINGS=(\S+)`", words_of(MISTAKES))
+    ends = worker_pool.run(outside, option)
     assert ends == [(-1, -1, said.format(rank)) for rank in (0, 1)]
 
 

@@ -21,7 +21,7 @@ CASES = {
     "a rank without keys": ((40, 0, 12), 1.0),
 }
 FAULTS = (RuntimeError, AttributeError, ValueError, TypeError, IndexError)
-MOST_BYTES = 4 * WORLD_SIZE * H * (D + 2) * 8  # all keys have seven times as many
+MOST_BYTES = 4 * WORLD_SIZE * H * (D + 2) * 8  # keys and values: seven times as many
 
 
 class Messages(TorchDispatchMode):

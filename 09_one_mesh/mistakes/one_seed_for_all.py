@@ -1,7 +1,7 @@
 """Seed all ranks alike, on a mesh of a pipeline and a data axis.
 
 Run: torchrun --nproc-per-node=4 09_one_mesh/mistakes/one_seed_for_all.py
-Expect: no error; of 16 dropout masks, for as many layers and samples, four are drawn.
+Expect: no error; of the 16 dropout masks that all ranks draw, only four are different.
 """
 
 import torch
