@@ -11,7 +11,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 # Dense bfloat16 FLOP/s by the data sheet: what the utilisation of a GPU is a part of.
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+# Of these names, the first that is a part of the device's counts.
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "A100": 312e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+}
 
 
 @dataclass(frozen=True)

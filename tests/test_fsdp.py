@@ -49,6 +49,7 @@ from torch.utils.checkpoint import checkpoint
 
 from launch import ROOT, clean_environment, torchrun
 from lessons import in_the_pool, run_lesson
+from pages import words_of
 from scripts import load_chapter
 from tiny_gpt import write_text
 from worker_pool import RankDied, RankError, WorkerPool
@@ -1073,6 +1074,30 @@ def test_blocks_that_stay_whole_need_a_reshard_each(worker_pool: WorkerPool) -> 
     assert steps == [[[True, False], [False, False]]] * 2
 
 
+def all_gathers_of_evaluations(blocks: int) -> list[int]:
+    """Evaluate three times; return how many all-gathers each pass starts."""
+    counters = load_chapter(CHAPTER)["counters"]
+    model: Any = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for module in (*model[:blocks], model):
+        fully_shard(module, mesh=mesh)
+    for _ in range(3):
+        with torch.no_grad(), counters.CollectiveLog() as log:
+            model(torch.ones(1, 2))
+        found.append([call.name for call in log.calls].count("all-gather"))
+    return found
+
+
+def test_an_evaluation_gathers_the_root_once_and_blocks_each_time(
+    worker_pool: WorkerPool,
+) -> None:
+    # So ranks that evaluate unequally often notice it only if there are blocks.
+    assert worker_pool.run(all_gathers_of_evaluations, 0) == [[1, 0, 0]] * 2
+    assert worker_pool.run(all_gathers_of_evaluations, 2) == [[3, 2, 2]] * 2
+    code = (ROOT / CHAPTER / "mistakes/unequal_steps.py").read_text("utf-8")
+    assert "forward all-gathers what is not whole" in code
+
+
 def refused_copy() -> str:
     """Copy a sharded model; return what is said."""
     model: Any = nn.Linear(2, 2)
@@ -1491,6 +1516,23 @@ def test_each_state_dict_is_what_the_table_says(
     assert whole["get_model_state_dict, FULL"] == pytest.approx(
         world_size * shards, rel=0.05
     )
+
+
+def bytes_saved_by_rank_zero() -> int:
+    """Save the state dict of a sharded model on rank 0 alone; return its size."""
+    model: Any = nn.Linear(25_000, 4, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    file = io.BytesIO()
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), file)
+    return file.tell()
+
+
+def test_rank_zero_alone_saves_its_shard(worker_pool: WorkerPool) -> None:
+    saved, nothing = worker_pool.run(bytes_saved_by_rank_zero)
+    assert saved == pytest.approx(4 * 100_000 / 2, rel=0.05) and nothing == 0
+    page = words_of(f"{CHAPTER}/mistakes")
+    assert "Under FSDP `state_dict()` has this rank's shards, and gathering" in page
 
 
 def ends_of_what_was_not_loaded() -> list[tuple[Any, str]]:
@@ -1982,6 +2024,46 @@ def test_a_policy_rounds_a_mask_to_minus_infinity(worker_pool: WorkerPool) -> No
     for dtype, is_nan in ((torch.float32, True), (torch.bfloat16, False)):
         expected = [[is_nan] * 3] * 2
         assert worker_pool.run(chances_under_a_mask, dtype) == expected
+
+
+class WithPositions(nn.Module):
+    """Adds a float32 buffer between two layers."""
+
+    def __init__(self) -> None:
+        """Have two layers to shard, and what each has computed with noted."""
+        super().__init__()
+        self.first, self.last = (nn.Linear(2, 2, bias=False) for _ in range(2))
+        self.register_buffer("positions", torch.ones(2))
+        self.dtypes: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply both; note the dtype of what each is given."""
+        for layer in (self.first, self.last):
+            self.dtypes.append(str(x.dtype))
+            x = layer(x) + self.positions
+        return x
+
+
+def dtypes_with_a_buffer(dtype: torch.dtype) -> tuple[list[str], str]:
+    """Return what the layers are given under a policy of bf16, and what is said."""
+    model: Any = WithPositions().to(dtype)
+    policy = MixedPrecisionPolicy(torch.bfloat16)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    try:
+        model(torch.ones(1, 2))
+    except RuntimeError as error:
+        return model.dtypes, str(error)
+    return model.dtypes, ""
+
+
+def test_a_float32_buffer_ends_bf16(worker_pool: WorkerPool) -> None:
+    bf16, float32 = "torch.bfloat16", "torch.float32"
+    right = [bf16, bf16], ""
+    assert worker_pool.run(dtypes_with_a_buffer, torch.bfloat16) == [right] * 2
+    for dtypes, said in worker_pool.run(dtypes_with_a_buffer, torch.float32):
+        assert dtypes == [bf16, float32]
+        assert said.startswith("expected m1 and m2 to have the same dtype")
+    assert "unless a float32 buffer joins in" in words_of(SETTINGS)
 
 
 def norm_under_a_policy(of_its_own: dict[str, Any] | None) -> str:

@@ -300,9 +300,13 @@ def test_operations_are_those_of_the_formula_and_of_a_counter() -> None:
     ("name", "peak"),
     [
         # Dense bfloat16 by NVIDIA's data sheets: 989.5 TFLOP/s on H100 SXM and H200,
-        # 312 on A100, 2,250 on B200. With sparsity they print twice as much.
+        # 835 on their NVL, 756 on H100 PCIe, 312 on A100, 2,250 on B200. With sparsity
+        # they print twice as much.
         ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA B200", 2250e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA GeForce RTX 4090", None),

@@ -19,7 +19,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=3))
     model = nn.Linear(4, 2, bias=False)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    # WRONG: forward all-gathers, also to evaluate, and one rank takes fewer steps.
+    # WRONG: forward all-gathers what is not whole, and one rank takes fewer steps.
     # Agree before the loop: all-reduce the number by ReduceOp.MIN.
     batches = 3 - dist.get_rank()
     for _ in range(batches):

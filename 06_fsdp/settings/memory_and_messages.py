@@ -93,7 +93,7 @@ def main() -> None:
         pairs = zip(model.parameters(), due, strict=True)
         far = [(p.grad.full_tensor() - g).abs().max() for p, g in pairs]
         wrong += [] if torch.stack(far).max() < 1e-6 else [name]  # a NaN, too
-    say("sent, kept, peak: bytes a parameter, on rank 0; GFLOP: on a CPU no attention")
+    say("sent, kept, peak: rank 0's bytes a parameter; GFLOP (CPU): without attention")
     check(not wrong, f"{len(SETTINGS)} settings, one gradient: one process's")
     leave()
 
