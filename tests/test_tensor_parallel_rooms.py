@@ -33,6 +33,7 @@ from torch.distributed.tensor.parallel import (
 
 from launch import ROOT, python
 from lessons import in_the_pool, run_lesson
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import RankError, WorkerPool
 
@@ -466,6 +467,9 @@ def test_gated_mlp_is_told_what_is_wrong(worker_pool: WorkerPool) -> None:
             text[: len(hint)] or text for text, hint in zip(of_rank, due, strict=True)
         ]
         assert cut == due
+    # Every other row would be right as well, and is not what is asked for.
+    page = words_of("07_tensor_parallel/exercises")
+    assert "keeps and computes the part that `shard_of(whole, dim)` cuts" in page
 
 
 class FlawedBlock(broken_block.SplitBlock):
@@ -540,6 +544,9 @@ def test_broken_block_is_told_what_is_wrong(worker_pool: WorkerPool) -> None:
         inputs = "the gradient of the inputs is not that of one process"
         assert of_rank[5] == inputs and len(of_rank) == 7
         assert re.search(r"times as far .* is a small one left as it is", of_rank[6])
+    # Terms of the norm could be added up in the loop, which the second does not say.
+    page = words_of("07_tensor_parallel/exercises")
+    assert "the block alone must give one process's gradients" in page
 
 
 # --- When it pays. ----------

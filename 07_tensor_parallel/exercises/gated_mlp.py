@@ -15,9 +15,9 @@ from parallel_layers import CopyToRanks, SumOverRanks, shard_of  # noqa: F401 (f
 class GatedMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`, split over the ranks; yours to rewrite.
 
-    Each rank is to keep its part of the three matrices, as the parameters `gate`, `up`
-    and `down`, and to send one message in forward and one in backward. Now every rank
-    keeps all of it and sends nothing.
+    Each rank is to keep the part of the three matrices that `shard_of` cuts, as the
+    parameters `gate`, `up` and `down`, and to send one message in forward and one in
+    backward. Now every rank keeps all of it and sends nothing.
     """
 
     def __init__(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
