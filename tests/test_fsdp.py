@@ -2060,7 +2060,9 @@ def test_a_float32_buffer_ends_bf16(worker_pool: WorkerPool) -> None:
     bf16, float32 = "torch.bfloat16", "torch.float32"
     right = [bf16, bf16], ""
     assert worker_pool.run(dtypes_with_a_buffer, torch.bfloat16) == [right] * 2
-    for dtypes, said in worker_pool.run(dtypes_with_a_buffer, torch.float32):
+    ends = worker_pool.run(dtypes_with_a_buffer, torch.float32)
+    assert len(ends) == 2
+    for dtypes, said in ends:
         assert dtypes == [bf16, float32]
         assert said.startswith("expected m1 and m2 to have the same dtype")
     assert "unless a float32 buffer joins in" in words_of(SETTINGS)
