@@ -152,14 +152,17 @@ class StepSampler(Sampler[list[int]]):
     ) -> None:
         """Cut a rank's shard of each step into micro-batches of `batch_size` at most.
 
-        The ranks' shards may differ by one sample, so even in their micro-batches.
+        Shards may differ by one sample; the ranks' micro-batches are equally many, or
+        FSDP would hang. So where `batch_size` is 1 some may hold two samples.
         `group` holds the ranks that shard the samples; None: all ranks.
         """
         self.samples, self.global_batch_size = samples, global_batch_size
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.shard = len(range(self.rank, global_batch_size, self.world_size))
-        self.micro_batches = -(-self.shard // batch_size)  # of one step
+        least = global_batch_size // self.world_size
+        most = -(-global_batch_size // self.world_size)
+        self.micro_batches = min(-(-most // batch_size), least)  # of one step
         self.seed, self.epoch, self.first_step = seed, 0, 0
 
     def start_at(self, epoch: int, first_step: int) -> None:
@@ -246,13 +249,16 @@ def evaluate(
     total = torch.zeros(2, device=device)  # the sum of the losses, how many they are
     training = [module for module in model.modules() if module.training]
     model.eval()
-    shard = range(dist.get_rank(group), len(dataset), dist.get_world_size(group))
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     for buffer in model.buffers():  # BatchNorm's statistics, as rank 0 saves them
         dist.broadcast(buffer, group=group, group_src=0)
-    for start in range(0, len(shard), batch_size):
-        inputs, labels = dataset.batch(shard[start : start + batch_size])
+    together = world_size * batch_size
+    for start in range(0, len(dataset), together):
+        shard = range(len(dataset))[start : start + together][rank::world_size]
+        # A rank that has none left runs sample 0, uncounted: FSDP needs all ranks.
+        inputs, labels = dataset.batch(shard or [0])
         loss = model(inputs.to(device), labels.to(device))
-        total += torch.stack([loss * len(inputs), loss.new_tensor(len(inputs))])
+        total += torch.stack([loss * len(shard), loss.new_tensor(len(shard))])
     for module in training:  # a frozen part may have been in eval() before
         module.training = True
     # The mean of the ranks' means would be another number: shards differ in size.

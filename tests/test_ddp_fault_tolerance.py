@@ -894,6 +894,7 @@ def test_a_step_keeps_its_samples_on_any_number_of_ranks(
     args = (40, 10, 3, (1, 0))
     by_rank = worker_pool.run(sampled, *args, world_size=world_size)
     assert len(alone) == 4 and len(by_rank) == world_size
+    assert len({len(batches) for batches in by_rank}) == 1  # FSDP would hang else
     found, sizes = [], []
     for step in range(4):
         everything = []
@@ -905,6 +906,11 @@ def test_a_step_keeps_its_samples_on_any_number_of_ranks(
         found.append(sorted(everything))
     assert found == [sorted(batch) for batch in alone]
     assert sum(sizes) == 40 and set(sizes) <= {1, 2, 3}
+    # Of one sample at most: no rank may have a micro-batch more, or an empty one.
+    by_rank = worker_pool.run(sampled, 40, 10, 1, (1, 0), world_size=world_size)
+    assert {len(batches) for batches in by_rank} == {4 * (10 // world_size)}
+    assert sorted(i for b in by_rank for batch in b for i in batch) == list(range(40))
+    assert all(batch for batches in by_rank for batch in batches)
 
 
 def test_sampler_begins_at_any_step(worker_pool: WorkerPool) -> None:
@@ -925,7 +931,7 @@ def test_membership_changes_and_the_steps_stay_the_same(
         return [one for one in options if "dropout" not in one]
 
     worker_pool.run(train, words("uninterrupted.pt"), world_size=2)
-    # 8 samples over 3 ranks are 3, 3 and 2; one rank takes two micro-batches of 4.
+    # 8 samples over 3 ranks are 3, 3 and 2.
     for ranks, stop, step in ((2, 3, []), (3, 4, [2]), (1, 3, [6]), (4, None, [8])):
         outputs = worker_pool.run(train, words("a.pt"), stop, world_size=ranks)
         assert steps_resumed_from(outputs[0]) == step
