@@ -73,7 +73,8 @@ def run_causal_lm(fault: str, *words: str) -> tuple[Any, str]:
 
 
 def write(folder: Path, tied: bool = True, dtype: torch.dtype = torch.float32) -> None:
-    """Write the tiny checkpoint from rank 0, in several files."""
+    """Write the tiny checkpoint from rank 0, in several files, with an old buffer."""
+    from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     if dist.get_rank() == 0:
@@ -82,6 +83,10 @@ def write(folder: Path, tied: bool = True, dtype: torch.dtype = torch.float32) -
         (folder / "model.safetensors").unlink()
         model.generation_config = GenerationConfig(eos_token_id=[5, 9])
         model.save_pretrained(folder, max_shard_size="300KB")
+        # As in Llama 2's files; `from_pretrained` ignores it.
+        first, *_ = sorted(folder.glob("model-*.safetensors"))
+        old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+        save_file(load_file(first) | old, first, {"format": "pt"})
     dist.barrier()
 
 

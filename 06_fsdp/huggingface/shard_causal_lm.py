@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 def build_on_meta(name: str) -> Any:
     """Build a model that has shapes and no memory; `name` is a folder's, or the hub's.
 
-    Raises OSError or ValueError if there is none, or if it is not built like Llama.
+    Raises OSError or ValueError if there is none, or for much unlike Llama.
     """
     config = AutoConfig.from_pretrained(name)
     with torch.device("meta"):
@@ -50,7 +50,7 @@ def load_in_shards(
     for module in (*layers, model):  # the root's are embedding, last norm and head
         fully_shard(module, mesh=mesh, mp_policy=policy)
     model.to_empty(device=device)
-    # Its buffers are in no file, and undefined now: compute them again.
+    # Its buffers are undefined now: compute them again.
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     weights: dict[str, Any] = {}
     if dist.get_rank() == 0:
@@ -66,7 +66,9 @@ def read_weights(name: str) -> dict[str, Any]:
     """Read all safetensors files of a folder, or of a model on the hub."""
     files, is_folder = "model*.safetensors", Path(name).is_dir()
     folder = name if is_folder else snapshot_download(name, allow_patterns=files)
-    return {k: w for f in Path(folder).glob(files) for k, w in load_file(f).items()}
+    read = [load_file(f) for f in Path(folder).glob(files)]
+    # Llama 2's files have a buffer that is in no new model's state.
+    return {k: w for part in read for k, w in part.items() if "inv_freq" not in k}
 
 
 def save_whole(model: Any, folder: str) -> None:

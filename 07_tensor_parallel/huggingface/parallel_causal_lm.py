@@ -120,7 +120,7 @@ def load_split(name: str, mesh: DeviceMesh, dtype: torch.dtype | None) -> Any:
     model = build_on_meta(name, mesh["tensor"].size())
     split_over_ranks(model, mesh, dtype)
     model.to_empty(device=mesh.device_type)
-    # Its buffers are in no file, and undefined now: compute them again.
+    # Its buffers are undefined now: compute them again.
     rotary = type(model.model.rotary_emb)(model.config)
     model.model.rotary_emb = rotary.to(mesh.device_type)
     weights, files = model.state_dict(), "model*.safetensors"
