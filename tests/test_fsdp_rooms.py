@@ -143,18 +143,25 @@ BY_DEEPSPEED = {
 def test_what_each_way_is_to_keep_follows_from_what_it_shards() -> None:
     # In fp32: 4 bytes of a weight, 4 of its gradient, 8 of Adam's moments (ZeRO paper,
     # section 3.1). From stage 1 on DeepSpeed keeps 4 of a master weight as well, and
-    # stage 3 a bucket of a quarter of the values.
-    kept = {name.strip(): way.kept for name, way in script(TABLE, "ways").WAYS.items()}
-    for n in (2, 4):
+    # stage 3 a bucket of a quarter of the values. Stages 1 and 2 keep whole gradients
+    # of all parameters that a shard has a part of.
+    ways = script(TABLE, "ways")
+    kept = {name.strip(): way.kept for name, way in ways.WAYS.items()}
+    parts = [p.numel() * [i] for i, p in enumerate(ways.GPT(ways.CONFIG).parameters())]
+    of = torch.tensor([i for part in parts for i in part])  # each value's parameter
+    for n, rank in ((2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3)):
+        mine = of.chunk(n)[rank].unique()
+        gradients = 4 * torch.isin(of, mine).sum().item() / len(of)
         whole = dict.fromkeys(["DDP", "DeepSpeed, stage 0"], 4 + 4 + 8)
         whole |= {"ZeRO 1 by hand": 4 + 4 + 8 / n, "ZeRO 2 by hand": 4 + (4 + 8) / n}
         shards = [*list(KEPT)[5:], "ZeRO 3 by hand"]
         whole |= dict.fromkeys(shards, (4 + 4 + 8) / n)
         whole |= {"2 replicas (HSDP)": (4 + 4 + 8) / (n / 2)}
         for stage in (1, 2):
-            whole[f"DeepSpeed, stage {stage}"] = 4 + (4 + 4 + 8) / n
+            whole[f"DeepSpeed, stage {stage}"] = 4 + (4 + 8) / n + gradients
         whole["DeepSpeed, stage 3"] = (4 + 4 + 4 + 8) / n + 4 / 4
-        assert {name: each(n) for name, each in kept.items()} == whole
+        with mock.patch.object(dist, "get_rank", return_value=rank):
+            assert {name: each(n) for name, each in kept.items()} == whole
         assert len(whole) == 14
 
 
@@ -260,12 +267,14 @@ def test_bf16_halves_what_is_gathered_and_nothing_kept(table: dict[str, Row]) ->
 
 @pytest.mark.slow
 def test_two_replicas_on_four_ranks(worker_pool: WorkerPool) -> None:
-    ends = worker_pool.run(run_table, "FSDP2|.*HSDP.*", world_size=4)
+    pattern = "FSDP2|.*HSDP.*|DeepSpeed, stage [12]"
+    ends = worker_pool.run(run_table, pattern, world_size=4)
     assert [code for code, _ in ends] == [0] * 4, ends
     rows = rows_of(ends[0][1])
-    assert list(rows) == ["one process", "FSDP2", "2 replicas (HSDP)"]
+    names = [f"DeepSpeed, stage {stage}" for stage in (1, 2)]
+    assert list(rows) == ["one process", "FSDP2", "2 replicas (HSDP)", *names]
     kept = [row["kept"] for row in rows.values()]
-    assert kept == pytest.approx([16, 4, 8], rel=0.03)
+    assert kept == pytest.approx([16, 4, 8, 8, 8], rel=0.03)
     assert rows["2 replicas (HSDP)"]["sent"] < rows["FSDP2"]["sent"]
 
 

@@ -11,6 +11,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
@@ -197,6 +198,20 @@ def leave_deepspeed() -> NoReturn:
     os._exit(0)
 
 
+def gradients_kept(n: int) -> float:
+    """Return what DeepSpeed keeps of gradients below stage 3, in bytes a parameter.
+
+    On n ranks: of all parameters that have a part in this rank's shard, and whole.
+    """
+    with torch.device("meta"):
+        sizes = [p.numel() for p in GPT(CONFIG).parameters()]
+    ends, shard = list(accumulate(sizes)), sum(sizes) / n
+    first = dist.get_rank() * shard
+    pairs = zip(sizes, ends, strict=True)
+    ours = [s for s, end in pairs if first < end and end - s < first + shard]
+    return 4 * sum(ours) / sum(sizes)
+
+
 LOW: dict[str, Any] = {
     "mp_policy": MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
 }
@@ -217,8 +232,12 @@ WAYS: dict[str, Way] = {
     "  recomputes activations": Way(partial(in_fsdp, recompute=True), lambda n: 16 / n),
     "  2 replicas (HSDP)": Way(partial(in_fsdp, replicas=2), lambda n: 32 / n),
     "DeepSpeed, stage 0": Way(partial(in_deepspeed, 0), lambda n: 16),
-    "DeepSpeed, stage 1": Way(partial(in_deepspeed, 1), lambda n: 4 + 16 / n),
-    "DeepSpeed, stage 2": Way(partial(in_deepspeed, 2), lambda n: 4 + 16 / n),
+    "DeepSpeed, stage 1": Way(
+        partial(in_deepspeed, 1), lambda n: 4 + 12 / n + gradients_kept(n)
+    ),
+    "DeepSpeed, stage 2": Way(
+        partial(in_deepspeed, 2), lambda n: 4 + 12 / n + gradients_kept(n)
+    ),
     "DeepSpeed, stage 3": Way(partial(in_deepspeed, 3), lambda n: 20 / n + 1),
 }
 
