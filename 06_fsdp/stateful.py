@@ -20,16 +20,17 @@ class Training(Stateful):
 
         `others`, such as `schedule=LambdaLR(...)`, have a `state_dict` that is the same
         on all ranks, and `load_state_dict`. Its keys are strings: DCP saves what
-        another key has under its text, and does not load it under the key.
+        another key has under its text, and loads only tensors under the key.
         """
         self.model, self.optimizer, self.others = model, optimizer, others
 
     def state_dict(self) -> dict[str, Any]:
         """Return what to save, and where to load to; every rank calls this.
 
-        Raises `RuntimeError` if there are gradients, and no state of the optimizer.
-        Before the first step it makes one of zeros, with which NAdam, ASGD and SGD with
-        dampening do not begin: save those later.
+        Raises `RuntimeError` if there are gradients, and no state of the optimizer,
+        which SGD without momentum never has. Before the first step it makes one of
+        zeros, with which NAdam, ASGD, Rprop and SGD with dampening do not begin: save
+        those later.
         """
         groups, is_new = self.optimizer.param_groups, not self.optimizer.state
         if is_new and any(p.grad is not None for g in groups for p in g["params"]):

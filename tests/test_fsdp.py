@@ -421,20 +421,28 @@ def seen_by_the_rule(*sizes: int) -> list[bool]:
 
 
 def rule_of_uneven_rows() -> list[bool]:
-    """Do the rule's shards differ, of three rows of which the last is the first?"""
+    """Do the rule's shards differ, of three rows of which the last is the first?
+
+    And of three that differ; and of rows that each rank has drawn from one seed?
+    """
     lesson = load_chapter(DTENSOR)["meta_init"]
     mesh = init_device_mesh("cpu", (2,))
     rows = torch.tensor([[1.0], [2.0], [1.0]]), torch.tensor([[1.0], [2.0], [3.0]])
     for whole, dim in ((torch.ones(1, 4), 0), (torch.ones(4, 4), 1)):
         with pytest.raises(ValueError):  # rows on one rank only; no rows are cut
             lesson.shards_differ(distribute_tensor(whole, mesh, [Shard(dim)]))
-    return [lesson.shards_differ(distribute_tensor(x, mesh, [Shard(0)])) for x in rows]
+    # On the CPU `normal_` draws the last 16 values anew where 16 does not divide all.
+    torch.manual_seed(0)
+    copies = distribute_tensor(torch.empty(101, 50), mesh, [Shard(0)])
+    torch.nn.init.normal_(copies)
+    weights: list[Any] = [distribute_tensor(x, mesh, [Shard(0)]) for x in rows]
+    return [lesson.shards_differ(weight) for weight in (*weights, copies)]
 
 
 def test_rule_of_the_meta_device_compares_the_rows_that_both_have(
     worker_pool: WorkerPool,
 ) -> None:
-    assert worker_pool.run(rule_of_uneven_rows) == [[False, True]] * 2
+    assert worker_pool.run(rule_of_uneven_rows) == [[False, True, False]] * 2
 
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 2)])
@@ -464,6 +472,9 @@ def test_ranks_draw_the_same_shards_until_a_tensor_is_uneven(
     uneven, other = worker_pool.run(drawn_shards, 4, 3, 6)
     assert uneven[0] == other[0] and len(other[1]) == 2
     assert uneven[1][:2] == other[1] and uneven[2] != other[2]
+    # Ranks with equally large shards go on with one sequence.
+    same, twin, uneven = worker_pool.run(drawn_shards, 4, 5, 6, world_size=3)
+    assert same == twin and len(same[2]) == len(uneven[2]) and same[2] != uneven[2]
 
 
 def drawn_by_the_first_version() -> list[bool]:
@@ -1348,14 +1359,17 @@ def saved_before_the_first_step(folder: Path, kind: str) -> tuple[float, str]:
     The run takes two steps after it was saved or loaded, beside one that was neither.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    settings: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
-    settings["weight_decay"] = 0.5
+    name, *damps = kind.split(" with ")
+    settings: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
+    settings |= {"dampening": 0.5} if damps else {}
+    settings |= {"weight_decay": 0.5} if name != "Rprop" else {}  # it has none
 
     def run() -> Any:
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
-        fully_shard(model, mesh=mesh)
-        optimizer = getattr(torch.optim, kind)(model.parameters(), 0.1, **settings)
+        if name != "Rprop":  # which steps no DTensor
+            fully_shard(model, mesh=mesh)
+        optimizer = getattr(torch.optim, name)(model.parameters(), 0.1, **settings)
         return load_chapter(CHAPTER)["stateful"].Training(model, optimizer)
 
     plain, saved, loaded, late = (run() for _ in range(4))
@@ -1367,7 +1381,8 @@ def saved_before_the_first_step(folder: Path, kind: str) -> tuple[float, str]:
             one.model(torch.full((2, 4), number + 1.0)).square().sum().backward()
             one.optimizer.step()
             one.optimizer.zero_grad()
-    weights = [one.model.weight.full_tensor() for one in runs]
+    weights: list[Any] = [one.model.weight for one in runs]
+    weights = [getattr(w, "full_tensor", w.detach)() for w in weights]
     apart = max((weights[0] - other).abs().max().item() for other in weights[1:])
     late.model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(RuntimeError) as told:
@@ -1383,23 +1398,34 @@ def test_a_state_that_pytorch_makes_is_that_before_the_first_step(
     assert ends == [(0.0, "optimizer.zero_grad() first: it has no state yet")] * 2
 
 
+@pytest.mark.parametrize("kind", ["NAdam", "ASGD", "Rprop", "SGD with dampening"])
+def test_an_optimizer_that_does_not_begin_with_zeros_is_saved_later(
+    worker_pool: WorkerPool, tmp_path: Path, kind: str
+) -> None:
+    ends = worker_pool.run(saved_before_the_first_step, tmp_path, kind)
+    said = load_chapter(CHAPTER)["stateful"].Training.state_dict.__doc__
+    assert kind in " ".join(said.split())
+    assert len(ends) == 2 and min(apart for apart, _ in ends) > 1e-3
+
+
 class Kept:
-    """Has a state of two numbers, by a text and by a number."""
+    """Has a state of two numbers, by a text and by a number, and of a tensor."""
 
     def __init__(self, number: int) -> None:
-        """Take it twice."""
-        self.state: dict[Any, int] = {"text": number, 7: number}
+        """Take it three times."""
+        tensor = torch.tensor([number])
+        self.state: dict[Any, Any] = {"text": number, 7: number, 8: tensor}
 
-    def state_dict(self) -> dict[Any, int]:
+    def state_dict(self) -> dict[Any, Any]:
         """Return the state."""
         return dict(self.state)
 
-    def load_state_dict(self, state: dict[Any, int]) -> None:
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
         """Take it over."""
         self.state = state
 
 
-def loaded_by_keys(folder: Path) -> dict[Any, int]:
+def loaded_by_keys(folder: Path) -> dict[Any, Any]:
     """Save a state of ones, and load it over one of twos."""
     layer = nn.Linear(2, 2)
     saved, loaded = (
@@ -1416,7 +1442,7 @@ def loaded_by_keys(folder: Path) -> dict[Any, int]:
 def test_what_else_resumes_has_strings_as_keys(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
-    due = {"text": 1, 7: 2, "7": 1}
+    due = {"text": 1, 7: 2, "7": 1, 8: torch.tensor([1])}  # the tensor in place
     assert worker_pool.run(loaded_by_keys, tmp_path) == [due] * 2
 
 

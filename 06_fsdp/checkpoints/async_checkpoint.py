@@ -21,7 +21,7 @@ from stateful import Training
 
 
 class FullDisk(dcp.FileSystemWriter):
-    """Fails on rank 1 when rank 0 has written its shards."""
+    """Fails on rank 1, while rank 0 writes its shards."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         """Write this rank's shards, or fail."""
