@@ -19,6 +19,7 @@ import answers.reduce_scatter
 import answers.uneven_mean
 from answers.reduce_scatter import reduce_scatter
 from launch import ROOT, python
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -101,6 +102,33 @@ def calls_the_collective(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
     received = torch.empty_like(tensor[0])
     dist.reduce_scatter(received, list(tensor.unbind()))
     return received
+
+
+def goes_round_and_calls_a_collective(
+    tensor: torch.Tensor, isend: Send
+) -> torch.Tensor:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    received = torch.empty_like(tensor[0])
+    for _ in range(1, world_size):
+        sending = isend(tensor[rank], (rank + 1) % world_size)
+        dist.recv(received, (rank - 1) % world_size)
+        sending.wait()
+    dist.all_reduce(tensor)
+    return tensor[rank]
+
+
+def goes_round_in_halves(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
+    def in_halves(chunk: torch.Tensor, to: int) -> mock.Mock:
+        sends = [isend(half, to) for half in chunk.chunk(2)]
+        return mock.Mock(wait=lambda: [send.wait() for send in sends])
+
+    def receive(chunk: torch.Tensor, source: int) -> None:
+        for half in chunk.chunk(2):
+            receives(half, source)
+
+    receives = dist.recv
+    with mock.patch.object(dist, "recv", receive):
+        return reduce_scatter(tensor, in_halves)
 
 
 def does_nothing(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
@@ -248,6 +276,11 @@ def test_answer_passes(worker_pool: WorkerPool, world_size: int) -> None:
             ],
         ),
         (
+            goes_round_and_calls_a_collective,
+            [f"{NO_RING} called more than isend and recv"] * 3,
+        ),
+        (goes_round_in_halves, [""] * 3),
+        (
             waits_for_no_send,
             ["the sum is right, but a send was not waited for: it could get lost"] * 3,
         ),
@@ -270,7 +303,36 @@ def test_wrong_answer_is_told_why(
     found = worker_pool.run(try_answer, answer, world_size=3, timeout=4)
     assert len(found) == len(hints) == 3
     for text, hint in zip(found, hints, strict=True):
-        assert text.startswith(hint), text
+        assert text.startswith(hint) and bool(text) == bool(hint), text
+
+
+def relative_error(everyones: torch.Tensor) -> float:
+    """Return how far the answer's deviation of three ranks' numbers is off."""
+    right = everyones.double().std(correction=0).item()
+    mine = everyones.tensor_split(3)[dist.get_rank()]
+    return abs(answers.uneven_mean.mean_and_std(mine)[1] / right - 1)
+
+
+def relative_errors() -> tuple[float, float]:
+    """Return the largest error of 40 deviations of 1, and that of a small one."""
+    errors, generator = [], torch.Generator().manual_seed(0)
+    for count in [*range(3, 22), *range(1000, 1021)]:
+        numbers = torch.randn(count, generator=generator)
+        numbers = 10_000 + (numbers - numbers.mean()) / numbers.std(correction=0)
+        errors.append(relative_error(numbers))
+    assert len(errors) == 40
+    small = 10_000 + torch.arange(4) / 100
+    return max(errors), relative_error(small)
+
+
+def test_answer_rounds_away_no_deviation_of_1_or_more(worker_pool: WorkerPool) -> None:
+    by_rank = worker_pool.run(relative_errors, world_size=3)
+    assert len(by_rank) == 3
+    for of_1, of_a_hundredth in by_rank:
+        assert of_1 < 1e-3 < of_a_hundredth
+    assert "near 10,000 a deviation of 1 or more is right within 0.1 %" in words_of(
+        ROOM
+    )
 
 
 # As a reader starts them. The untouched scripts are run by the room's page.

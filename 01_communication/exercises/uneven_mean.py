@@ -18,7 +18,7 @@ def mean_and_std(own: torch.Tensor) -> tuple[float, float]:
 
     Args:
         own: this rank's numbers, (n,), float32. Every rank may have another n, or none.
-            The deviation has to be right within 0.1 %, also near 10,000.
+            A deviation of 1 or more has to be right within 0.1 %, also near 10,000.
     """
     mean = own.mean()
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
