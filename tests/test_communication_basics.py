@@ -6,6 +6,7 @@ import os
 import runpy
 import time
 import warnings
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 from launch import ROOT, clean_environment, python, torchrun
 from lessons import in_the_pool, run_lesson
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -146,6 +148,10 @@ def objects_and_mean() -> tuple[str, list[Any] | None, float]:
     dist.all_reduce(mine, op=dist.ReduceOp.AVG)
     with pytest.raises(RuntimeError, match="can't be cast to the desired output type"):
         dist.all_reduce(torch.tensor(rank), op=dist.ReduceOp.AVG)
+    # It adds before it divides: three times 60,000 is no float16, though their mean is.
+    large = torch.tensor(60_000, dtype=torch.float16)
+    dist.all_reduce(large, op=dist.ReduceOp.AVG)
+    assert large.isinf()
     return dist.get_backend(), received, mine.item()
 
 
@@ -186,6 +192,20 @@ def gathered_after_another_is_done() -> float:
     return float(torch.cat(received).sum() if received else done)
 
 
+def call_of_nothing(name: str) -> str:
+    """Call a collective of an empty tensor on rank 0 alone; return its error."""
+    rank, nothing = dist.get_rank(), torch.empty(0)
+    group, error_text = dist.new_group(timeout=timedelta(seconds=1)), ""
+    if rank == 0:
+        arguments = {"broadcast": (nothing, 0), "all_gather": ([nothing] * 2, nothing)}
+        try:
+            getattr(dist, name)(*arguments.get(name, (nothing,)), group=group)
+        except RuntimeError as error:
+            error_text = str(error)
+    dist.barrier()  # so that rank 1 does not leave before
+    return error_text
+
+
 def names_that_warn() -> dict[str, list[str]]:
     """Call the old and the new names of the forms that take one tensor."""
     world_size, caught_by_name = dist.get_world_size(), {}
@@ -213,6 +233,16 @@ def test_not_all_others_wait_for_a_rank_that_is_missing(
     # Nobody would return if each rank waited for all: rank 1 waits for rank 2's return.
     found = worker_pool.run(gathered_after_another_is_done, world_size=3)
     assert found == [3.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "broadcast"])
+def test_an_empty_tensor_makes_nobody_wait_but_in_broadcast(
+    worker_pool: WorkerPool, name: str
+) -> None:
+    found, _ = worker_pool.run(call_of_nothing, name)
+    assert ("Timed out waiting 1000ms" in found) == (name == "broadcast"), found
+    assert bool(found) == (name == "broadcast")
+    assert "others may wait, or get its next one" in words_of(CHAPTER)
 
 
 def wanted(world_size: int) -> dict[str, list[Any]]:
@@ -501,6 +531,7 @@ def test_gather_object_and_mean_exist_on_gloo(worker_pool: WorkerPool) -> None:
     by_rank = worker_pool.run(objects_and_mean, world_size=3)
     nothing = ("gloo", None, 1.0)
     assert by_rank == [nothing, ("gloo", objects, 1.0), nothing]
+    assert "(gloo: no integers; the sum may overflow)" in words_of(CHAPTER)
 
 
 def test_no_barrier_is_needed_after_a_collective(worker_pool: WorkerPool) -> None:

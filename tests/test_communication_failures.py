@@ -29,7 +29,7 @@ from launch import ROOT, Result, clean_environment, python, torchrun
 from lessons import in_the_pool, run_lesson
 from pages import words_of
 from scripts import load_chapter
-from worker_pool import WorkerPool
+from worker_pool import RankDied, WorkerPool
 
 ROOM = "01_communication/failures"
 SHOW = ROOT / ROOM / "show.py"
@@ -505,6 +505,29 @@ def test_sum_of_columns_overwrites_the_columns_between(worker_pool: WorkerPool) 
     assert worker_pool.run(what_became_of_the_columns_between) == [wrong, wrong]
 
 
+def sum_put_back(needs_no_grad: bool) -> list[list[float]] | str:
+    """Follow the page's rule with a parameter that is not contiguous."""
+    x = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t())
+    y = x.detach().contiguous()
+    dist.all_reduce(y)
+    try:
+        with torch.no_grad() if needs_no_grad else contextlib.nullcontext():
+            x.copy_(y)
+    except RuntimeError as error:
+        return str(error)
+    return x.tolist()
+
+
+def test_a_sum_goes_back_into_a_parameter_without_grad_only(
+    worker_pool: WorkerPool,
+) -> None:
+    summed = [[2.0, 6.0], [4.0, 8.0]]
+    assert worker_pool.run(sum_put_back, True) == [summed, summed]
+    for error in worker_pool.run(sum_put_back, False):
+        assert "leaf Variable that requires grad is being used in an in-place" in error
+    assert "into a parameter under `torch.no_grad()`" in words_of(ROOM)
+
+
 def sum_of_images() -> tuple[bool, bool]:
     """Sum equal batches, which lie channels_last on rank 1; then contiguous copies."""
     image = torch.arange(24.0).view(1, 2, 3, 4)
@@ -633,6 +656,15 @@ def test_two_types_of_one_width_give_garbage_without_an_error(
     assert on_rank_0 != [3.0, 5.0]
     # The bits of 1.5 and 2.5, read as whole numbers.
     assert received == on_rank_1 == [1069547520, 1075838976]
+
+
+def test_sum_of_two_widths_aborts_a_rank(worker_pool: WorkerPool) -> None:
+    with pytest.raises(RankDied, match=r"^rank 0 died of signal SIGABRT"):
+        worker_pool.run(send_and_sum_two_types, torch.float32, torch.float64)
+    page = words_of(ROOM)
+    assert (
+        "`EnforceNotMet`) | [lengths](#not-the-same-length) or dtypes' widths" in page
+    )
 
 
 def test_sum_of_two_half_precisions_is_wrong_and_plausible(
@@ -976,6 +1008,32 @@ def test_detail_finds_dtypes_and_shapes_but_not_in_all_to_all(
     for name, is_found in found.items():
         assert is_found == [name not in not_found] * 2, name
     assert "finds other dtypes and shapes (not in `all_to_all`) and" in words_of(ROOM)
+
+
+def asks_after_its_own_call(level: str) -> float | str:
+    """Let rank 1 call only when rank 0's call with async_op has returned."""
+    dist.set_debug_level(getattr(dist.DebugLevel, level))
+    group: Any = dist.new_group(timeout=timedelta(seconds=1))
+    x = torch.tensor([10.0 ** dist.get_rank()])
+    try:
+        if dist.get_rank() == 1:
+            dist.recv(torch.empty(1), 0, group=group)
+        work = dist.all_reduce(x, group=group, async_op=True)
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(1), 1, group=group)
+        assert work is not None
+        work.wait()
+    except RuntimeError as error:
+        return str(error)
+    return x.item()
+
+
+def test_under_detail_a_call_with_async_op_waits(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(asks_after_its_own_call, "OFF") == [11.0, 11.0]
+    first, second = worker_pool.run(asks_after_its_own_call, "DETAIL")
+    assert "Ranks 1 failed to pass monitoredBarrier in 1000 ms" in first
+    assert re.search(ENDS_OF_A_WAIT, second), second
+    assert "even `async_op=True` waits, so a right program may hang" in words_of(ROOM)
 
 
 def swapped_sums(level: str) -> tuple[list[float], list[str]]:
