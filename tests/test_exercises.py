@@ -348,6 +348,9 @@ def fill_buckets(parameters: list[Any], cap: int, flaw: str) -> None:
                 continue
             parameter.grad = torch.zeros_like(parameter)
         full = parameter.numel() > room or flaw == "one for each"
+        if flaw == "fills on behind a larger one" and parameter.numel() > cap:
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+            continue
         if flaw == "an exact fit is too large":
             full = parameter.numel() >= room
         if not buckets or full:
@@ -386,6 +389,7 @@ def test_buckets(worker_pool: WorkerPool, tmp_path: Path) -> None:
             "mixes them up": f"{first}gradient 0 begins with number 5 of gradient 0",
             "does not write back": f"{first}111 numbers were sent, but gradient 0",
             "an exact fit is too large": "cap 36: the messages have [25, 30, 13, 40",
+            "fills on behind a larger one": f"{first}the messages have [40, 25, 30, 1",
             "begins with one": "cap 19: it ended with: ",
         }.items()
     ]

@@ -20,7 +20,8 @@ def average_in_buckets(parameters: list[torch.nn.Parameter], cap: int) -> None:
     Args:
         parameters: of the same shapes on every rank. Where a rank has None for a
             gradient it counts as zeros, and afterwards the mean is there too.
-        cap: how many numbers fit into a buffer. A gradient that is larger goes alone.
+        cap: how many numbers fit into a buffer. A gradient that is larger goes alone,
+            and ends the buffer before it.
     """
 
 
