@@ -568,6 +568,11 @@ def accumulate_in_groups(
         optimizer.zero_grad()
         if flaw == "one large batch":
             group = [tuple(map(torch.cat, zip(*group, strict=True)))]
+        if flaw == "one backward":
+            losses = [F.mse_loss(ddp_model(inputs), labels) for inputs, labels in group]
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+            continue
         last, _ = group[-1]
         for inputs, labels in group:
             with ddp_model.no_sync():
@@ -613,6 +618,7 @@ def test_accumulation(worker_pool: WorkerPool, tmp_path: Path) -> None:
         for flaw, hint in {
             "": "",
             "always one step more": f"{second}it ended with: IndexError: list index ",
+            "one backward": "right, but with the graphs of 4 batches at once: call b",
             "one large batch": "right, but with 3 forward passes for 10 batches: one",
             "by hand after each batch": "right, but with 10 all-reduces, where 3 do: o",
         }.items()

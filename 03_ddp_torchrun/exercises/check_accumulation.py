@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from datetime import timedelta
 from functools import reduce
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -78,15 +79,20 @@ def try_epoch(
     sent: list[int],
 ) -> str:
     """Train on `count` batches, `k` in a step; say what is wrong on this rank."""
-    model, needed, reduced, passes = ddp_model.module, -(-count // k), [], []
+    model, needed, reduced, kept = ddp_model.module, -(-count // k), [], []
     watched, all_reduce = WatchedSteps(model, count, k), dist.all_reduce
 
     def note_and_send(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         reduced.append(tensor.nbytes)  # those of `sent` too
         return all_reduce(tensor, *args, **kwargs)
 
+    def note_pass(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
+        kept.append(1)  # 1 graph more, until backward has come back to it
+        if output.requires_grad:
+            output.register_hook(lambda _: kept.append(-1))
+
     looking = optimizer.register_step_pre_hook(watched.look)
-    counting = model.register_forward_hook(lambda *_: passes.append(1))
+    counting = model.register_forward_hook(note_pass)
     no_sync = mock.Mock(side_effect=ddp_model.no_sync)
     try:
         with (
@@ -106,9 +112,12 @@ def try_epoch(
     if watched.steps < needed:
         left = count - watched.steps * k
         return f"{watched.steps} steps, and the last {left} batches are left over"
-    if len(passes) != count:
-        text = f"right, but with {len(passes)} forward passes for {count} batches"
+    if kept.count(1) != count:
+        text = f"right, but with {kept.count(1)} forward passes for {count} batches"
         return f"{text}: one for each, or a step needs the memory of all"
+    if (most := max(accumulate(kept))) > 1:
+        text = f"right, but with the graphs of {most} batches at once"
+        return f"{text}: call backward for each, or a step needs the memory of all"
     times = round(sum(reduced) / sum(p.nbytes for p in model.parameters()))
     if times > needed:
         text = f"right, but with {times} all-reduces, where {needed} do"
