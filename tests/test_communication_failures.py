@@ -732,6 +732,42 @@ def test_other_lengths_may_time_out(worker_pool: WorkerPool) -> None:
     assert all(re.search("|".join([timed_out, *LOST]), end) for end in ends), ends
 
 
+def calls_beside_one_that_times_out() -> tuple[list[str], float]:
+    """Start four sums on rank 0 alone, and one later; then sum in a new group.
+
+    Returns what the five calls have said, and that sum.
+    """
+    group, said = dist.new_group(timeout=timedelta(seconds=1)), []
+    dist.all_reduce(torch.ones(9), group=group)
+    if dist.get_rank() == 0:
+        sums = [torch.ones(9) for _ in range(4)]
+        works: Any = [dist.all_reduce(x, group=group, async_op=True) for x in sums]
+        later = functools.partial(dist.all_reduce, sums[0], group=group)
+        for call in (*(work.wait for work in works), later):
+            try:
+                call()
+            except RuntimeError as error:
+                said.append(str(error))
+    dist.all_reduce(total := torch.ones(1), group=dist.new_group())
+    return said, total.item()
+
+
+def test_what_is_under_way_when_a_call_times_out_says_something_else(
+    worker_pool: WorkerPool,
+) -> None:
+    (said, total), other = worker_pool.run(calls_beside_one_that_times_out)
+    closed = "Application timeout caused pair closure"
+    assert other == ([], 2) and total == 2 and len(said) == 5
+    timed_out = ["Timed out waiting 1000ms" in text for text in said]
+    assert any(timed_out) and not all(timed_out)
+    others = [
+        text for text, is_first in zip(said, timed_out, strict=True) if not is_first
+    ]
+    assert set(others) == {closed} and said[-1] == closed
+    page = (ROOT / "WHEN_IT_GOES_WRONG.md").read_text("utf-8")
+    assert f"`{closed}`: make a new group" in page
+
+
 def sums_by_call(numbers: list[list[list[float]]]) -> list[Any]:
     """Sum the tensors of each call in turn; return what came, and the error if any.
 
