@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 # Dense bfloat16 FLOP/s by the data sheet: what the utilisation of a GPU is a part of.
-# Of these names, the first that is a part of the device's counts.
+# The first of these that stands in a device's name is its peak.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,

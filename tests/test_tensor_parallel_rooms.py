@@ -587,6 +587,11 @@ def test_a_larger_batch_does_not_lower_the_rate_that_pays() -> None:
     assert COST.break_even_rate(wider, 4 * saved) == pytest.approx(
         rates["tensor"][2] / 2, rel=1e-3
     )
+    # A token of a longer sample is more to compute, and as many bytes to send.
+    model = load_chapter("07_tensor_parallel")["model"]
+    with torch.device("meta"):
+        gpts = [model.GPT(model.GPTConfig(block_size=T)) for T in (128, 256)]
+    assert gpts[0].flops_per_token() < gpts[1].flops_per_token()
     assert COST.seconds_on_link(nbytes["tensor"], rates["tensor"][2]) == pytest.approx(
         saved
     )

@@ -46,7 +46,7 @@ def shards_differ(weight: DTensor) -> bool:
     """
     dim = weight.placements.index(Shard(0))  # of the mesh; others hold copies
     first, second, *_ = weight.full_tensor().chunk(weight.device_mesh.size(dim))
-    # A shorter shard is cut from the other's values, but for its last 16 on the CPU.
+    # Not torch.equal: of a shorter copy the CPU draws the last 16 values otherwise.
     return (first[: len(second)] == second).float().mean().item() < 0.5
 
 

@@ -198,10 +198,11 @@ def leave_deepspeed() -> NoReturn:
     os._exit(0)
 
 
-def gradients_kept(n: int) -> float:
-    """Return what DeepSpeed keeps of gradients below stage 3, in bytes a parameter.
+def kept_by_stages_1_and_2(n: int) -> float:
+    """Return what DeepSpeed keeps on this rank of n, in bytes a parameter.
 
-    On n ranks: of all parameters that have a part in this rank's shard, and whole.
+    Weights, shards of two moments and master weights, and whole gradients of all
+    parameters that have a part in this rank's shard.
     """
     with torch.device("meta"):
         sizes = [p.numel() for p in GPT(CONFIG).parameters()]
@@ -209,7 +210,7 @@ def gradients_kept(n: int) -> float:
     first = dist.get_rank() * shard
     pairs = zip(sizes, ends, strict=True)
     ours = [s for s, end in pairs if first < end and end - s < first + shard]
-    return 4 * sum(ours) / sum(sizes)
+    return 4 + 12 / n + 4 * sum(ours) / sum(sizes)
 
 
 LOW: dict[str, Any] = {
@@ -232,12 +233,8 @@ WAYS: dict[str, Way] = {
     "  recomputes activations": Way(partial(in_fsdp, recompute=True), lambda n: 16 / n),
     "  2 replicas (HSDP)": Way(partial(in_fsdp, replicas=2), lambda n: 32 / n),
     "DeepSpeed, stage 0": Way(partial(in_deepspeed, 0), lambda n: 16),
-    "DeepSpeed, stage 1": Way(
-        partial(in_deepspeed, 1), lambda n: 4 + 12 / n + gradients_kept(n)
-    ),
-    "DeepSpeed, stage 2": Way(
-        partial(in_deepspeed, 2), lambda n: 4 + 12 / n + gradients_kept(n)
-    ),
+    "DeepSpeed, stage 1": Way(partial(in_deepspeed, 1), kept_by_stages_1_and_2),
+    "DeepSpeed, stage 2": Way(partial(in_deepspeed, 2), kept_by_stages_1_and_2),
     "DeepSpeed, stage 3": Way(partial(in_deepspeed, 3), lambda n: 20 / n + 1),
 }
 

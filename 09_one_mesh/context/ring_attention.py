@@ -36,7 +36,7 @@ def ring_attention(
         group: the ranks that share the sequence; None: all.
 
     Raises ValueError if q, or the number of ranks, does not fit the shards, or k or v
-    has another shape than q.
+    has another shape than q. A backward with create_graph=True raises RuntimeError.
     """
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     if len(shards) != n or len(shards[rank]) != q.shape[-2]:
