@@ -9,6 +9,7 @@ import contextlib
 import gc
 import hashlib
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -95,8 +96,8 @@ def join(at_least: int = 1, at_most: int = 2**20, only_cpu: bool = False):
     """
     if not has_options and mp.parent_process() is None:
         read_options()
-    script, nproc = os.path.relpath(sys.argv[0]), min(max(2, at_least), at_most)
-    start = f"start it with torchrun --nproc-per-node={nproc} {script}"
+    path, nproc = os.path.relpath(sys.argv[0]), min(max(2, at_least), at_most)
+    start = f"start it with torchrun --nproc-per-node={nproc} {shlex.quote(path)}"
     if any(name not in os.environ for name in ENVIRONMENT):
         fail(start)
     rank, world_size, local_rank, local_size = (int(os.environ[n]) for n in ENVIRONMENT)
@@ -155,8 +156,7 @@ def say(text: str, file: Any = None) -> None:
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all ranks (of a group), in order; every rank calls this."""
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group)
+    dist.all_gather_object(values := [None] * dist.get_world_size(group), value, group)
     return values
 
 

@@ -1,6 +1,7 @@
 """What a ZeRO engine holds on each rank, and what one process alone comes to."""
 
 import math
+import shlex
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -80,7 +81,7 @@ def describe_ranks(engine: Any) -> list[str]:
     sizes = tensor_sizes(engine)
     total, partition = sum(sizes), expected_count(sizes, stage, world_size)
     if world_size == 1:
-        start = f"  deepspeed --num_gpus=2 {sys.argv[0]}"
+        start = f"  deepspeed --num_gpus=2 {shlex.quote(sys.argv[0])}"
         return [*lines, "one rank: nothing can be partitioned; this starts two:", start]
     if stage == 0:
         return [*lines, f"all {total:,} parameters on each rank: none is partitioned"]

@@ -299,6 +299,22 @@ def build_trained() -> nn.Sequential:
     return model
 
 
+def sum_and_gradients() -> list[float]:
+    """Return S, the ranks' sum, and two gradients by this rank's part, of S³."""
+    part = torch.tensor(dist.get_rank() + 1.0, requires_grad=True)
+    total = sync_batch_norm.SumOverRanks.apply(part)
+    (first,) = torch.autograd.grad(total**3, part, create_graph=True)
+    (second,) = torch.autograd.grad(first, part)
+    return [total.item(), first.item(), second.item()]
+
+
+def test_a_sum_over_ranks_can_be_differentiated_twice(worker_pool: WorkerPool) -> None:
+    # The ranks' S³ add up to n S³; their first gradients, 3 n S² each, to 3 n² S².
+    for n, s in ((2, 3), (3, 6)):
+        ends = worker_pool.run(sum_and_gradients, world_size=n)
+        assert ends == [[s, 3 * n * s**2, 6 * n**2 * s]] * n
+
+
 def off_under_ddp(wrap: str, broken: bool = False) -> dict[str, float]:
     """Compare a step under DDP with BatchNorm in one process.
 

@@ -29,7 +29,7 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' gradients: an all-reduce again."""
-        return SumOverRanks.forward(ctx, grads[0])
+        return SumOverRanks.apply(grads[0])
 
 
 class SummedBatchNorm(nn.BatchNorm1d):
