@@ -146,9 +146,7 @@ def test_node_that_chooses_another_device_is_named_to_every_rank() -> None:
 # --- Joining. ----------
 
 TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-START = "start it with torchrun --nproc-per-node={} " + os.path.relpath(
-    "a folder/lesson.py"
-)
+START = "start it with torchrun --nproc-per-node={} 'a folder/lesson.py'"
 
 
 def test_join_says_what_to_type() -> None:
