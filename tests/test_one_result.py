@@ -350,7 +350,7 @@ SABOTAGE: dict[str, tuple[str, str, Any, str]] = {
 }
 
 
-FEW = 4  # steps, where many ways are trained
+FEW = 3  # steps, where many ways are trained
 
 
 @contextlib.contextmanager
