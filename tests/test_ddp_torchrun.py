@@ -937,7 +937,9 @@ def test_more_ranks_than_samples(text: Path) -> None:
 
 def test_half_a_launcher(text: Path) -> None:
     line = complaint(*TINY, f"--text={text}", RANK="0")
-    assert line.endswith("start it with torchrun --nproc-per-node=2 'a folder/train.py'")
+    assert line.endswith(
+        " start it with torchrun --nproc-per-node=2 'a folder/train.py'"
+    )
 
 
 def test_text_that_cannot_be_used(tmp_path: Path) -> None:
