@@ -74,7 +74,7 @@ def add_tied_gradients(part: Any, ends: Any) -> None:
 
     Both hold the same values, get the same gradient, and so stay the same matrix.
     """
-    if (tied := part.tied_weight()) is not None:
+    if (tied := part.tied_weight()) is not None and tied.requires_grad:
         dist.all_reduce(tied.grad, group=ends)
 
 

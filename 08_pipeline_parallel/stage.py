@@ -85,12 +85,12 @@ class Stage:
         if not self.is_last:
             gradient = y.new_empty(y.shape)  # contiguous, even if y is not
             dist.recv(gradient, self.index + 1, group=self.gradients)
-            # Returns at once: the gradient shows that the activations arrived.
+            # The wait ends at once: the gradient shows that the activations arrived.
             work, _ = self.sending.pop(f"F{i}")  # the tensor lives until it is sent
             work.wait()
         self.compute_backward(i, y, gradient)
         if x.grad is not None:  # tokens have none
-            # Wait for the last one first: then at most one is under way, and not m.
+            # Wait for the one before: then at most one is under way, and not m.
             if i > 0:
                 work, _ = self.sending.pop(f"B{i - 1}")
                 work.wait()

@@ -391,18 +391,27 @@ def test_a_stage_waits_once_for_each_message_and_keeps_its_tensor_until_then(
     assert max(far for *_, far in (first, middle, last)) < 1e-14
 
 
-def gradients_of_runs(tied: bool, runs: int, ignored: int = 0) -> dict[str, float]:
-    """Run a step's passes so often; how many times one process's is each gradient?"""
+def gradients_of_runs(
+    tied: bool, runs: int, ignored: int = 0, is_frozen: bool = False
+) -> dict[str, float]:
+    """Run a step's passes so often; how many times one process's is each gradient?
+
+    Perhaps with labels to ignore, or with the head's matrix frozen.
+    """
     case, module = Case("gpipe", [1, 1], 4, 2, tied=tied), script("stage")
     model, batch = whole_model(case), tokens_of(case)[0]
     inputs, labels = batch[:, :-1], batch[:, 1:].clone()
     labels[:1, :ignored] = -100
     stage = module.Stage(module.Part(whole_model(case), dist.get_rank(), case.cut))
+    for one in (model, stage.part) if is_frozen else ():
+        for name, p in one.named_parameters(remove_duplicate=False):
+            p.requires_grad_(name not in ("token_embedding.weight", "head.weight"))
     for _ in range(runs):
         stage.run(schedule_of("gpipe"), inputs, labels, 2)
     model(inputs, labels).backward()
     named: Any = dict(model.named_parameters(remove_duplicate=False))
-    norms = {name: p.grad.norm().item() for name, p in named_of(stage)}
+    trained = [(name, p) for name, p in named_of(stage) if p.grad is not None]
+    norms = {name: p.grad.norm().item() for name, p in trained}
     return {name: norm / named[name].grad.norm().item() for name, norm in norms.items()}
 
 
@@ -416,6 +425,16 @@ def test_a_second_run_before_a_step_adds_to_a_tied_sum_again(
             assert found == pytest.approx(due)
             seen += 1
     assert seen == 4
+
+
+def test_a_frozen_tied_matrix_has_no_gradient_to_add_up(
+    worker_pool: WorkerPool,
+) -> None:
+    for tied in (False, True):
+        first, last = worker_pool.run(gradients_of_runs, tied, 1, 0, True)
+        assert first == pytest.approx(dict.fromkeys(first, 1))
+        assert last == pytest.approx(dict.fromkeys(last, 1))
+        assert len(first) == 1 + 10 and len(last) == 10 + 2  # positions; final norm
 
 
 def test_samples_need_equally_many_labels(worker_pool: WorkerPool) -> None:
@@ -594,9 +613,10 @@ def test_predictions_of_a_batch_that_does_not_divide_have_rows_too_many(
     assert "15 samples in 4 micro-batches silently give 16 predictions" in page
 
 
-def counted_by_batch_norm(schedules: int) -> tuple[list[int], bool]:
+def counted_by_batch_norm(schedules: int, told: Any = None) -> tuple[list[int], bool]:
     """Train, evaluate, train, by one schedule or one for each; 4 micro-batches each.
 
+    Stages may be told their shapes.
     Return how many micro-batches a BatchNorm has counted after each, and whether its
     running mean is a number. Memory without values holds nan.
     """
@@ -604,7 +624,8 @@ def counted_by_batch_norm(schedules: int) -> tuple[list[int], bool]:
     part, counted = nn.Sequential(nn.Linear(3, 3), norm), []
     pipelines = [
         script("minimal").Schedule1F1B(
-            PipelineStage(part, rank, 2, CPU), 4, loss_fn=nn.functional.mse_loss
+            PipelineStage(part, rank, 2, CPU, **told or {}),
+            *(4, nn.functional.mse_loss),
         )
         for _ in range(schedules)
     ]
@@ -629,6 +650,17 @@ def test_batch_norm_counts_a_micro_batch_of_no_values(
     ends = worker_pool.run(counted_by_batch_norm, schedules)
     # The first stage runs a real micro-batch once more, the second memory as it lies.
     assert ends == [(counted, True), (counted, False)]
+
+
+def test_stages_that_know_their_shapes_count_no_micro_batch_more(
+    worker_pool: WorkerPool,
+) -> None:
+    shape = torch.ones(2, 3, requires_grad=True)
+    told = {"input_args": shape, "output_args": shape}
+    ends = worker_pool.run(counted_by_batch_norm, 2, told)
+    assert ends == [([4, 4, 8], True)] * 2
+    page = words_of(f"{CHAPTER}/mistakes")
+    assert "To learn shapes, `PipelineStage` runs" in page
 
 
 def gradients_with_unequal_labels(reduction: str, weights: list[float]) -> float:
