@@ -83,13 +83,13 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     torch.manual_seed(rank)  # dropout: other masks on each stage (draw no data by it)
     new_group = functools.cache(dist.new_group)  # every rank makes all of them
     tied = {p: new_group(among) for p, among in holders.items() if len(among) > 1}
-    # One to train and one to evaluate: one for both would learn its shapes each time.
+    # One to train, one to evaluate: one for both would learn shapes at each change.
     part.to(device)
     stage, other = (PipelineStage(part, rank, stages, device) for _ in range(2))
     pipeline, evaluation = (
         Schedule1F1B(one, MICRO_BATCHES, micro_batch_loss) for one in (stage, other)
     )
-    # For parameter groups use the whole model's names: in parts, tied weights have two.
+    # For parameter groups use the whole model's names: a tied weight has two in parts.
     optimizer = (optimizer_of or torch.optim.AdamW)(part.parameters(), lr=2e-3)
     train, test = (WindowDataset(t, 128, 1024) for t in load_text(None, 128))  # yours
     batch_size = MICRO_BATCHES * MICRO_BATCH_SIZE
@@ -97,7 +97,7 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     loader = DataLoader(train, batch_size, sampler=sampler, drop_last=True)
     own = [p for p in part.parameters() if holders[p][0] == rank]
     for step, (_, inputs, labels) in enumerate(loader, start=1):  # yours
-        if step == 1:  # for the shapes, which garbage shows; undo what it has moved
+        if step == 1:  # learn the shapes, by running garbage too; undo what that moves
             kept = [buffer.clone() for buffer in part.buffers()]
             losses_of(pipeline.step, stage, inputs, labels)
             for buffer, before in zip(part.buffers(), kept, strict=True):
@@ -108,7 +108,7 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
             if rank in holders[p] and p.requires_grad:  # all its stages need the sum
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 dist.all_reduce(p.grad, group=group)
-        # clip_grad_norm_ would take this stage's norm alone, and what is tied twice.
+        # clip_grad_norm_ would take this stage's norm alone, and a tied weight twice.
         norm = get_total_norm([p.grad for p in own if p.grad is not None])
         squares = norm.to(device).double().square()
         dist.all_reduce(squares)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import gc
 import io
 import json
 import os
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -167,6 +168,14 @@ def test_1f1b_and_gpipe_differ_if_stages_are_unequal() -> None:
     assert slow[0] == 24 + 4 * 0.5 < slow[1]
 
 
+def dual_pipe_v() -> float:
+    """Return how many of 8 micro-batches this rank keeps by DualPipeV."""
+    modules, rank = load_chapter(BUBBLE), dist.get_rank()
+    stages = [rank, 2 * dist.get_world_size() - 1 - rank]
+    mine = modules["timed_pipeline"].record_torch("DualPipeV", stages, 8, 0.0)
+    return modules["timelines"].most_in_flight(mine, 2)
+
+
 def shares_of(name: str, micro_batches: tuple[int, ...]) -> list[Any]:
     """Record a schedule; return for each number its idle share, and what is kept."""
     modules, found = load_chapter(BUBBLE), []
@@ -225,10 +234,15 @@ def test_first_stage_keeps_most_micro_batches(four_ranks: dict[str, Any]) -> Non
     assert kept["one_f_one_b.py"] == kept["1F1B"] == [4, 3, 2, 1]
 
 
-def test_interleaving_keeps_more_than_1f1b(four_ranks: dict[str, Any]) -> None:
+def test_interleaving_keeps_more_than_1f1b(
+    worker_pool: WorkerPool, four_ranks: dict[str, Any]
+) -> None:
     assert four_ranks["Interleaved1F1B"][3] == [5.5, 4.5, 3.5, 2.5]
     assert four_ranks["InterleavedZeroBubble"][3] == [4, 4, 4, 4]
     assert four_ranks["ZBVZeroBubble"][3] == [4, 4, 4, 4]
+    # Another schedule that puts weights' gradients off, and keeps more.
+    assert worker_pool.run(dual_pipe_v, world_size=4) == [4.5] * 4
+    assert "These two zero bubble schedules keep" in words_of(BUBBLE)
 
 
 @pytest.mark.parametrize("fault", ["other order", "units"])
@@ -376,6 +390,53 @@ def test_kept_bytes_follow_from_the_shapes(worker_pool: WorkerPool) -> None:
     assert peaks[0] == peaks[1]
     expected = [2 * (2 * block + positions), 2 * block + head + labels]
     assert peaks[0] == pytest.approx(expected, rel=1e-3)
+
+
+def kept_of_inputs() -> tuple[list[int], int]:
+    """Let blocks compute again what backward needs; return a small GPT's peaks.
+
+    And the bytes of the activations between two blocks.
+    """
+    real, block = script(BUBBLE, "two_real_stages"), script(BUBBLE, "model").Block
+    sizes = {"block_size": 8, "width": 16, "layers": 4, "heads": 2, "tied": False}
+    forward = block.forward
+
+    def keeping_its_input(self: Any, x: torch.Tensor) -> Any:
+        return checkpoint(forward, self, x, use_reentrant=False)
+
+    with (
+        mock.patch.object(real, "CONFIG", real.GPTConfig(**sizes)),
+        mock.patch.object(block, "forward", keeping_its_input),
+    ):
+        return peaks_of_1f1b(), 4 * real.MICRO_BATCH_SIZE * 8 * 16
+
+
+def test_blocks_that_compute_again_keep_their_inputs(worker_pool: WorkerPool) -> None:
+    (peaks, activation), _ = worker_pool.run(kept_of_inputs)
+    # Two micro-batches, two blocks each; and the embedding keeps the positions.
+    assert peaks[0] == 2 * (2 * activation + 8 * 8)
+    assert "(fewer with `torch.utils.checkpoint`)" in words_of(BUBBLE)
+
+
+def received_into(micro_batches: int) -> int:
+    """Step twice by PyTorch's 1F1B; how many messages' tensors are there still?"""
+    rank, width = dist.get_rank(), 37
+    stage = PipelineStage(nn.Linear(width, width), rank, 2, torch.device("cpu"))
+    pipeline = Schedule1F1B(stage, micro_batches, nn.functional.mse_loss)
+    x = torch.ones(micro_batches, width)
+    for _ in range(2):
+        pipeline.step(*[x][rank:], target=x if rank else None, return_outputs=False)
+    there = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+    return sum(one.shape == (1, width) for one in there)
+
+
+def test_pytorchs_1f1b_keeps_a_message_of_each_micro_batch(
+    worker_pool: WorkerPool,
+) -> None:
+    # The first stage has received gradients, the last activations.
+    assert worker_pool.run(received_into, 4) == [4, 4]
+    assert worker_pool.run(received_into, 32) == [32, 32]
+    assert "PyTorch's keeps a buffer for each message" in words_of(BUBBLE)
 
 
 def shown_bytes(by_1f1b: tuple[int, int] = (2, 1)) -> tuple[Any, str]:
@@ -573,6 +634,9 @@ def kept_of_both(first: str, last: str) -> list[float]:
     for names in (list(values), list(values)[::-1]):
         model.load_state_dict({name: values[name] for name in names})
         found.append(layers["head"].weight[0, 0].item())
+    model.load_state_dict(values, assign=True)
+    both = [layers[name].weight[0, 0].item() for name in ("head", "embedding")]
+    assert both == [1, 2]  # no longer one matrix
     return found
 
 
@@ -586,7 +650,7 @@ def test_a_tied_model_keeps_the_matrix_that_is_registered_last() -> None:
     gpt.load_state_dict(state | {"head.weight": state["head.weight"] + 1})
     assert torch.equal(gpt.token_embedding.weight, state["head.weight"] + 1)
     page = words_of(BALANCE)
-    assert "keeps the one registered last" in page
+    assert "keeps the one registered last (with `assign=True` both, untied)" in page
 
 
 # --- balance/: is a cut right? ----------
@@ -637,6 +701,16 @@ def adam(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=2e-3)
 
 
+def adam_with_decay(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Add the weight decay to the gradient, as Adam does; AdamW does not."""
+    return torch.optim.Adam(parameters, lr=2e-3, weight_decay=0.01)
+
+
+def in_bf16(config: Any) -> Any:
+    """Build a GPT with weights in bf16."""
+    return script(BALANCE, "model").GPT(config).bfloat16()
+
+
 CUT_FAULTS: dict[str, tuple[str, str, Any]] = {
     "": ("minimal", "MAX_NORM", 1e-3),  # is none here: the check does not clip
     "gradients summed": ("minimal", "Schedule1F1B", without_scaling),
@@ -645,6 +719,9 @@ CUT_FAULTS: dict[str, tuple[str, str, Any]] = {
     "renumbered": ("minimal", "Part", Renumbered),
     "copied": ("minimal", "Part", Copied),
     "hidden by Adam": ("check_minimal", "sgd", adam),
+    "Adam with weight decay": ("check_minimal", "sgd", adam_with_decay),
+    "bf16 in stages": ("minimal", "GPT", in_bf16),
+    "bf16 alone": ("check_minimal", "GPT", in_bf16),
 }
 
 
@@ -731,6 +808,17 @@ def test_a_part_keeps_the_models_weights_and_their_names(
 def test_adam_hides_gradients_eight_times_too_large(worker_pool: WorkerPool) -> None:
     ends = worker_pool.run(end_of_cut, "hidden by Adam", "gradients summed")
     assert [status for status, _ in ends] == [0, 0], ends[0][1]
+    ends = worker_pool.run(end_of_cut, "Adam with weight decay", "gradients summed")
+    assert [status for status, _ in ends] == [1, 1]
+    assert "AdamW hides the mistake" in words_of(MISTAKES)
+
+
+def test_a_right_cut_in_bf16_differs_by_rounding(worker_pool: WorkerPool) -> None:
+    ends = worker_pool.run(end_of_cut, "bf16 in stages", "bf16 alone")
+    assert [status for status, _ in ends] == [1, 1]
+    times, off = re.findall(r"[\d.]+(?= times)", ends[0][1])
+    assert 0.8 < float(times) < 1.2 and 0.01 < float(off) < 0.5
+    assert "Put your model here, in float32, and into" in words_of(BALANCE)
 
 
 def balanced_with(fault: str) -> tuple[Any, str]:
@@ -812,6 +900,16 @@ def test_a_layer_takes_its_shortest_time_of_ten() -> None:
     with mock.patch.object(cuts, "time", clock):
         found = cuts.layer_seconds(cuts.GPT(config), tokens[:, :-1], tokens[:, 1:])
     assert found == [1, 3, 5]
+
+
+def test_an_embeddings_backward_pass_fills_all_rows() -> None:
+    cuts, seconds, tokens = script(BALANCE, "cuts"), [], torch.zeros(1, 5).long()
+    for rows in (256, 1 << 16):
+        sizes = {"block_size": 4, "width": 64, "layers": 1, "heads": 2, "tied": False}
+        model = cuts.GPT(cuts.GPTConfig(**sizes, vocabulary=rows))
+        seconds.append(cuts.layer_seconds(model, tokens[:, :-1], tokens[:, 1:])[0])
+    assert seconds[1] > 5 * seconds[0]  # of the same five tokens
+    assert "and backward adds to a gradient of all" in words_of(BALANCE)
 
 
 def step_of_known_seconds() -> float:
@@ -909,10 +1007,11 @@ def test_bytes_of_three_ways_and_where_they_cross(worker_pool: WorkerPool) -> No
     assert min(sent[128], key=sent[128].__getitem__) == "data"
 
 
-def buckets_of_ddp() -> tuple[int, list[list[int]]]:
+def buckets_of_ddp(is_frozen: bool = False) -> tuple[int, list[list[int]]]:
     """Take three steps by DDP; return the gradients' bytes, and its buckets'."""
     lesson = script(LINK, "three_ways")
     model, steps = lesson.GPT(lesson.CONFIG), []
+    model.token_embedding.requires_grad_(not is_frozen)
 
     def note(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         steps[-1].append(bucket.buffer().nbytes)
@@ -924,7 +1023,8 @@ def buckets_of_ddp() -> tuple[int, list[list[int]]]:
     for _ in range(3):
         steps.append([])
         ddp(tokens[:, :-1], tokens[:, 1:]).backward()
-    return 4 * sum(p.numel() for p in model.parameters()), steps
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return 4 * sum(gradient.numel() for gradient in gradients), steps
 
 
 def test_ddp_sends_the_gradients_of_three_ways_in_two_messages(
@@ -936,6 +1036,12 @@ def test_ddp_sends_the_gradients_of_three_ways_in_two_messages(
         assert f"{nbytes / 1e6:.2f}" == "1.87"
         assert [len(buckets) for buckets in steps] == [1, 2, 2]
         assert [sum(buckets) for buckets in steps] == [nbytes] * 3
+    matrix, lesson = 4 * 256 * 128, script(LINK, "three_ways")
+    assert (lesson.CONFIG.vocabulary, lesson.CONFIG.width) == (256, 128)
+    (trained, steps), other = worker_pool.run(buckets_of_ddp, True)
+    assert other == (trained, steps) and trained == ends[0][0] - matrix
+    assert [sum(buckets) for buckets in steps] == [trained] * 3
+    assert "as much as the model has *trained* parameters" in words_of(LINK)
     source = Path(script(LINK, "ways").__file__).read_text()
     assert (
         "In one message. DDP sends two for this GPT, from its second step on." in source

@@ -31,7 +31,7 @@ def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
 def train_without_stages() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Train without stages, on whole batches; return the weights before and after."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig())  # yours, without dropout or BatchNorm
+    model = GPT(GPTConfig())  # yours: float32, no dropout or BatchNorm
     before = copy.deepcopy(model.state_dict())
     train = WindowDataset(load_text(None, 128)[0], 128, 1024)  # yours
     sampler = RandomSampler(train, generator=torch.Generator().manual_seed(0))

@@ -61,7 +61,7 @@ def blocks_of(cut: list[int]) -> list[int]:
 
 
 def layer_seconds(model: GPT, inputs: Tensor, labels: Tensor) -> list[float]:
-    """Measure each layer's forward and backward pass on this rank, at best of 10."""
+    """Measure each layer's forward and backward pass on this CPU, at best of 10."""
     blocks = [0, *[1] * model.config.layers, 0]  # every layer is a stage
     parts = [Part(model, stage, blocks) for stage in range(len(blocks))]
     fastest = [float("inf")] * len(parts)
