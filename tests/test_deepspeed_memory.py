@@ -1077,6 +1077,15 @@ def test_own_model_is_counted_without_memory(
     )
     huge = module("will_it_fit").job_of_module(f"{tmp_path / 'huge.py'}:build")
     assert huge.sizes == [10**14, 10**7] and huge.activations == 9 * 10**7 * 2
+    # An LSTM's backward needs at least its four gates and its state.
+    (tmp_path / "lstm.py").write_text(
+        "import torch\ndef build():\n    model = torch.nn.LSTM(64, 64)\n"
+        "    return model, lambda: model(torch.zeros(32, 8, 64))[0].sum()\n"
+    )
+    place = f"{tmp_path / 'lstm.py'}:build"
+    lstm = module("will_it_fit").job_of_module(place, precision).activations
+    assert 5 <= lstm / (32 * 8 * 64 * wide) <= 10
+    assert torch.backends.mkldnn.enabled
 
 
 def test_buffers_are_whole_and_in_float32_on_every_rank(pool: WorkerPool) -> None:
@@ -1150,6 +1159,7 @@ def test_what_is_no_model_of_one_s_own_is_refused_in_a_line(
         with pytest.raises(SystemExit) as error:
             fit.main(SimpleNamespace(**words, **settings))
         torch.set_default_dtype(torch.float32)
+        torch.backends.mkldnn.enabled = True
         said = f"{error.value}{capsys.readouterr().err}"
         hint = "half_frozen, inputs made in the loss" in said
         assert what in said and place in said and hint == ("its code" not in what)

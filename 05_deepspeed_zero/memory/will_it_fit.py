@@ -79,7 +79,8 @@ def job_of_module(place: str, precision: str = "bf16", **settings: Any) -> Job:
     with torch.device("meta"):
         model, loss_of_model = build()
     # Fake tensors have no memory either, but the kernels of a real device: attention on
-    # the meta device would keep more.
+    # the meta device would keep more, and oneDNN's LSTM shows little of what it keeps.
+    torch.backends.mkldnn.enabled = False
     fake: dict[torch.Tensor, torch.Tensor] = {}
     with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         for module in model.modules():
@@ -90,6 +91,7 @@ def job_of_module(place: str, precision: str = "bf16", **settings: Any) -> Job:
                         fake[tensor] = empty.requires_grad_(tensor.requires_grad)
                     named[name] = tensor if tensor is None else fake[tensor]
         loss = loss_of_model()
+    torch.backends.mkldnn.enabled = True
     torch.set_default_dtype(torch.float32)
     for tensor in fake.values():
         kept.pop(tensor.untyped_storage(), None)
