@@ -634,10 +634,19 @@ def test_finetuning_resumes_from_the_last_complete_checkpoint(
     assert names == {"model", "options.txt", "checkpoint-10", "checkpoint-12"}
     words = (whole / "options.txt").read_text()
     assert words == "--model=None --text=None --length=96"
-    # As if all ranks had died in the second checkpoint.
     for step in (10, 12):
         folder = f"checkpoint-{step}"
         shutil.copytree(whole / folder, torn / folder)
+    # Rank 0 does not wait until the other one has written its random state.
+    late = torn / "checkpoint-12/rng_state_1.pth"
+    state = late.read_bytes()
+    late.unlink()
+    found = modules["finetune"].last_complete(torn)
+    assert found == str(torn / "checkpoint-10")
+    late.write_bytes(state)
+    found = modules["finetune"].last_complete(torn)
+    assert found == str(torn / "checkpoint-12")
+    # As if all ranks had died in the second checkpoint.
     (torn / "checkpoint-12/trainer_state.json").unlink()
     # Trainer itself would take it.
     ends = run(functools.partial(finetune, resumes=False), str(torn))

@@ -38,7 +38,7 @@ CONFIG: dict[str, Any] = {
 
 
 def arguments_for(options: argparse.Namespace) -> TrainingArguments:
-    """Describe the run. While this object lives, models are built in shards."""
+    """Describe the run. While this object lives, `from_pretrained` builds in shards."""
     return TrainingArguments(
         output_dir=str(options.out),
         deepspeed=CONFIG,
@@ -68,8 +68,12 @@ def blocks_of(tokens: list[int], length: int) -> list[dict[str, torch.Tensor]]:
 
 def last_complete(folder: Path) -> str | None:
     """Return the newest checkpoint that is complete, if there is one."""
-    # Trainer writes this file last: a checkpoint without it was never finished.
-    whole = [state.parent for state in folder.glob("checkpoint-*/trainer_state.json")]
+    whole = []
+    # Rank 0 writes this file after all shards, but waits for no other's random state.
+    for state in folder.glob("checkpoint-*/trainer_state.json"):
+        shards = list(state.parent.glob("*/*_optim_states.pt"))
+        if len(list(state.parent.glob("rng_state*.pth"))) == len(shards):
+            whole.append(state.parent)
     newest = max(whole, key=lambda one: int(one.name.split("-")[1]), default=None)
     return str(newest) if newest else None
 
