@@ -1083,8 +1083,9 @@ def test_stage_3_takes_activation_checkpointing_if_it_is_reentrant(
     assert len(results) == 3
     page = words_of(CHAPTER)
     assert (
-        "otherwise `parameters()` afterwards yields a block's last layer whole" in page
-    )
+        "otherwise recomputation stops before the last hook, and `parameters()` "
+        "afterwards yields a block's last layer whole"
+    ) in page
 
 
 def whole_bytes(model: Any) -> int:
@@ -1454,6 +1455,19 @@ class Shared(nn.Module):
         return self.lstm(y[None], (zeros, zeros))[0] * self.table
 
 
+class Divided(nn.Module):
+    """A layer whose output is divided by the norm of its weight."""
+
+    def __init__(self) -> None:
+        """Draw the weights from the default generator."""
+        super().__init__()
+        self.child = nn.Linear(3, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Go from (B, 3) to (B, 4)."""
+        return self.child(x) / self.child.weight.norm()
+
+
 def call_in_other_ways() -> dict[str, Any]:
     """Call what FullySharded has to cast, and what it cannot shard."""
     torch.manual_seed(0)
@@ -1479,6 +1493,12 @@ def call_in_other_ways() -> dict[str, Any]:
     with pytest.raises(RuntimeError) as caught:
         attention(*[torch.randn(2, 4)] * 3)
     found["refused"] = str(caught.value)
+    # Where the shape does not matter, a shard is silently taken for the whole.
+    with_norm = Divided()
+    shard = script("zero_1").local_shard(with_norm.child.weight).clone()
+    whole = with_norm.child.weight.detach().norm()
+    model = script("zero_3").FullySharded(copy.deepcopy(with_norm))
+    found["silent"] = (model(x) / with_norm(x) * shard.norm() / whole).tolist()
     return found
 
 
@@ -1492,6 +1512,9 @@ def test_stage_3_casts_all_that_a_module_is_given(worker_pool: WorkerPool) -> No
         assert found["table"] == [1000, 1001, 1003]
         # Its weight belongs to a child, and is a shard there.
         assert "must be a matrix, got 1-D tensor" in found["refused"]
+        torch.testing.assert_close(found["silent"], [[1.0] * 4] * 2)
+    page = words_of(CHAPTER)
+    assert "finds a shard: it fails or is silently wrong" in page
 
 
 # --- Memory. ----------
