@@ -448,6 +448,8 @@ def coalesced_step(
             with engine.coalesce_grad_reduction():
                 for micro_batch in inputs:
                     engine.backward(engine(micro_batch).square().sum())
+                with pytest.raises(AssertionError, match="step"):
+                    engine.step()
             engine.set_gradient_accumulation_boundary(True)
             engine.step()
         else:

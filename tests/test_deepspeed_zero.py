@@ -348,12 +348,17 @@ class TwoLayers(torch.nn.Module):
         return {"loss": torch.stack(outputs).sum(), "logits": outputs[0]}
 
 
-def engine_for(model: Any, stage: int, adam: bool = False, **changes: Any) -> Any:
+def engine_for(
+    model: Any,
+    stage: int,
+    adam: bool = False,
+    kind: Any = torch.optim.SGD,
+    **changes: Any,
+) -> Any:
     """Wrap a small model in DeepSpeed, without clipping; SGD has a step size of 1."""
     prepare()["deepspeed_setup"].prepare({})
     import deepspeed
 
-    kind: Any = torch.optim.SGD
     settings = {"lr": 1.0}
     if adam:
         kind, settings = torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.5}
@@ -479,6 +484,22 @@ def gradient_with_penalty(stage: int, where: str) -> float | str:
         return str(error)
     with whole():
         return 3.0 - weight.mean().item()
+
+
+def losses_by_stage(name: str) -> list[list[float]]:
+    """Train a layer in fp32 in every stage; return this rank's losses."""
+    kind, found = getattr(torch.optim, name), []
+    inputs = torch.eye(8).chunk(dist.get_world_size())[dist.get_rank()]
+    for stage in range(4):
+        torch.manual_seed(0)
+        engine, losses = engine_for(torch.nn.Linear(8, 8), stage, kind=kind), []
+        for _ in range(4):
+            loss = (engine(inputs) - 1).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        found.append(losses)
+    return found
 
 
 class Scaled(torch.nn.Linear):
@@ -1303,6 +1324,21 @@ def test_all_stages_equal_one_process(
             match = re.fullmatch(COMPARED, found[1])
             assert match and match.groups() == limits
         assert len(results) == 4
+
+
+def test_stages_agree_in_fp32_if_the_optimizer_is_elementwise(
+    zero_pools: Pools,
+) -> None:
+    for name, agrees in (("SGD", True), ("Adafactor", False)):
+        by_rank = zero_pools(2).run(losses_by_stage, name)
+        assert len(by_rank) == 2
+        for whole, *sharded in by_rank:
+            assert whole[-1] < whole[0] and len(sharded) == 3
+            for losses in sharded:
+                far = max(abs(a - b) for a, b in zip(losses, whole, strict=True))
+                assert far < 1e-5 if agrees else far > 1e-3
+    page = " ".join((FOLDER / "README.md").read_text("utf-8").split())
+    assert "if the optimizer is elementwise (Adam, SGD) and every step uses" in page
 
 
 def test_stage_0_has_taken_a_step_of_zeros_in_bf16(zero_pools: Pools) -> None:
