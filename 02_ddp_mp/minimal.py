@@ -61,7 +61,8 @@ def train_shard(rank: int, world_size: int, device: torch.device) -> None:
 def join_and_train(rank: int, world_size: int, port: int) -> None:
     """Join the process group, train, leave."""
     device = torch.device("cpu")  # unless each rank can have a GPU of its own
-    if torch.accelerator.device_count() >= world_size:
+    gpus = torch.accelerator.device_count() - torch.mps.device_count()  # not Apple's
+    if gpus >= world_size:
         torch.accelerator.set_device_index(rank)
         device = torch.accelerator.current_accelerator() or device
     dist.init_process_group(

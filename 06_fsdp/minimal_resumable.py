@@ -82,7 +82,8 @@ def resume(path: Path, model: Any, optimizer: Any) -> int:
 def main() -> None:
     """Join, build, shard, resume; train and save each epoch."""
     device = torch.device("cpu")  # unless each local rank can have a GPU of its own
-    if torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+    gpus = torch.accelerator.device_count() - torch.mps.device_count()  # not Apple's
+    if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]):
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         device = torch.accelerator.current_accelerator() or device
     dist.init_process_group(dist.get_default_backend_for_device(device))
