@@ -82,7 +82,7 @@ class BucketedDDP(NaiveDDP):
             return
         bucket = self.bucket_of[parameter]
         if parameter not in bucket.missing:
-            raise RuntimeError("a second backward before finish_gradient_sync()")
+            raise RuntimeError("a second gradient before finish_gradient_sync()")
         bucket.put(parameter)
         # In the order of the list, and not whichever is full: all ranks have to make
         # their calls in the same order, and gradients may arrive in another.

@@ -18,7 +18,7 @@ from terrain import TerrainModel, load_terrain, sample_points
 
 
 class NaiveDDP(nn.Module):
-    """A replica of a module on every rank, used as DDP is, but for one call.
+    """A replica on every rank, used as DDP is for dense gradients, but for one call.
 
     Call `finish_gradient_sync()` before `optimizer.step()`; DDP does that in backward.
     """

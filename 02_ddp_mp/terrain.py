@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 class Terrain(NamedTuple):
     """A map of heights: C cells, in rows from north to south.
 
-    `places` is (C, 2): x from -1 in the west to 1 in the east, y to the same scale.
+    `places` is (C, 2): x from -1 (west) to 1 (east), and y in nearly the same steps.
     `heights` is (C, 1): metres above `mean`, over `std`. `shape` is (rows, columns).
     """
 

@@ -3,7 +3,7 @@
 Run: torchrun --nproc-per-node=2 03_ddp_torchrun/minimal_resumable.py
 Expect: a validation loss after each of two epochs. The same command takes up a run that
     died, less an epoch at most, and on two ranks ends with the same bits. (train.py
-    loses fewer steps, and saves at SIGUSR1.) To begin anew, delete resumable.pt.
+    saves every so many steps, and at SIGUSR1.) To begin anew, delete resumable.pt.
 """
 
 import os
@@ -25,7 +25,7 @@ EPOCHS, BATCH_SIZE, ACCUMULATE, FILE = 2, 16, 2, "resumable.pt"
 
 
 def train_one_epoch(model, optimizer, schedule, loader, device) -> None:
-    """Take a step, with one all-reduce, for every `ACCUMULATE` batches of a rank."""
+    """Take a step, and send gradients once, for every `ACCUMULATE` batches."""
     used = len(loader) // ACCUMULATE * ACCUMULATE  # a step of fewer would weigh less
     for i, (_, inputs, labels) in zip(range(1, used + 1), loader, strict=False):
         with model.no_sync() if i % ACCUMULATE else nullcontext():  # forward inside
@@ -98,7 +98,7 @@ def main() -> None:
         sampler.set_epoch(epoch)  # another order in each epoch
         torch.manual_seed(epoch * world_size + rank)  # dropout, also of a resumed run
         train_one_epoch(ddp_model, optimizer, schedule, loader, device)
-        norm = sum(p.detach().cpu().double().norm().item() for p in model.parameters())
+        norm = sum(p.cpu().to(torch.cdouble).norm().item() for p in model.parameters())
         dist.all_gather_object(seen, norm)
         if len(set(map(str, seen))) > 1:  # as text, for NaN is not equal to NaN
             sys.exit(f"epoch {epoch}: the ranks' weights differ; their norms: {seen}")
@@ -110,7 +110,7 @@ def main() -> None:
             print(f"epoch {epoch} | validation loss {loss:.3f}", flush=True)
             state = {name: part.state_dict() for name, part in parts.items()}
             torch.save({**state, "epoch": epoch + 1}, f"{FILE}.tmp")
-            os.replace(f"{FILE}.tmp", FILE)  # the whole new file, or the old
+            os.replace(f"{FILE}.tmp", FILE)  # whole, new or old, unless power fails
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def add_gradients(
     device = next(model.parameters()).device
     loss_sum = torch.zeros((), device=device)
     for i, (_, *tokens) in enumerate(micro_batches, start=1):
-        # One all-reduce a step. DDP decides in the forward pass whether to make it.
+        # Gradients are sent once a step. DDP decides it in the forward pass.
         with nullcontext() if i == len(micro_batches) else model.no_sync():
             inputs, labels = (part.to(device, non_blocking=True) for part in tokens)
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):

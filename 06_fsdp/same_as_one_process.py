@@ -26,7 +26,7 @@ def states(model, wrapped, batches, loss_of, train_step, lr):
             dist.all_reduce(loss, op=dist.ReduceOp.AVG)
         named = [("loss", loss), *model.named_parameters(), *model.named_buffers()]
         whole = {name: getattr(t, "full_tensor", t.detach)() for name, t in named}
-        yield {name: t.detach().cpu().double().clone() for name, t in whole.items()}
+        yield {name: t.detach().cpu().cdouble().clone() for name, t in whole.items()}
 
 
 def same_as_one_process(
@@ -37,7 +37,7 @@ def same_as_one_process(
     Each rank passes whole batches, or its `shards`. No dropout, BatchNorm, clipping.
     """
     model, rank, world_size = build(), dist.get_rank(), dist.get_world_size()
-    alone, first, due, now = copy.deepcopy(model), {}, {}, {}
+    alone, first, within, due = copy.deepcopy(model), {}, 0.0, {}
     assert all(p.itemsize != 2 for p in model.parameters()), "16 bits: build().float()"
     for tensor in [*alone.parameters(), *alone.buffers()]:  # as rank 0 has built it
         dist.broadcast(values := tensor.detach().contiguous(), src=0)
@@ -56,8 +56,8 @@ def same_as_one_process(
             times = {r: round(m[name], 3) for r, m in enumerate(found) if name in m}
             when = f"after step {step}" if step else "before training"
             return False, f"differs {when}: {name} moved {times} times as far"
-    distance = max(torch.dist(now[n], due[n]).item() for n in due)
-    dist.all_gather_object(far_off := [0.0] * world_size, distance)
+        within = max(within, *(far(now[n], due[n]).item() for n in due))
+    dist.all_gather_object(far_off := [0.0] * world_size, within)
     moved = max(torch.dist(due[n], first[n]) for n, _ in alone.named_parameters())
     same = "same as one process" if moved > 1e-4 else "tells nothing"
     same += f": {len(batches)} steps, loss and {len(due) - 1} tensors"

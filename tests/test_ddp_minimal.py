@@ -600,7 +600,17 @@ def test_weights_that_are_nan_on_all_ranks_are_no_difference(
     assert said.splitlines()[1:] == [f"epoch {n} | validation loss nan" for n in (0, 1)]
 
 
-@pytest.mark.parametrize("wrap", [unfrozen_after_wrapping, bare])
+def with_an_imaginary_part(model: Any) -> DistributedDataParallel:
+    """Wrap; add a complex weight whose imaginary part is each rank's own."""
+    wrapped = DistributedDataParallel(model)
+    own = complex(1, dist.get_rank() / 1000)
+    model.wave = torch.nn.Parameter(torch.tensor([own]))
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    "wrap", [unfrozen_after_wrapping, bare, with_an_imaginary_part]
+)
 def test_ranks_with_different_weights_are_stopped_and_save_nothing(
     worker_pool: WorkerPool, tmp_path: Path, wrap: Any
 ) -> None:

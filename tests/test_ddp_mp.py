@@ -128,6 +128,13 @@ def shifted_afterwards(model: torch.nn.Module) -> DistributedDataParallel:
     return ddp_model
 
 
+def imaginary_afterwards(model: torch.nn.Module) -> DistributedDataParallel:
+    """Wrap a model; add a complex weight whose imaginary part is each rank's own."""
+    ddp_model = DistributedDataParallel(model)
+    model.wave = torch.nn.Parameter(torch.tensor([complex(1, dist.get_rank())]))
+    return ddp_model
+
+
 def run_minimal_with(mistake: str) -> tuple[str, int]:
     """Make a mistake of the page's table; return the error and the samples seen."""
     module, seen = load_chapter(CHAPTER)["minimal"], []
@@ -139,6 +146,7 @@ def run_minimal_with(mistake: str) -> tuple[str, int]:
         "none": ("EPOCHS", 1),
         "NaN": ("EPOCHS", 1),  # all ranks have the same weights: none
         "zero sum": ("DistributedDataParallel", shifted_afterwards),
+        "complex": ("DistributedDataParallel", imaginary_afterwards),
     }
 
     def noted(outputs: torch.Tensor, heights: torch.Tensor) -> torch.Tensor:
@@ -235,6 +243,7 @@ def test_one_process_prints_and_saves_what_the_ranks_do(
         ("NaN", "", 2048),
         ("bypass", "the ranks' weights differ, with norms of [", 2048),
         ("zero sum", "the ranks' weights differ, with norms of [", 2048),
+        ("complex", "the ranks' weights differ, with norms of [", 2048),
         ("unfreeze", "the ranks' weights differ, with norms of [", 2048),
         ("freeze", "Expected to have finished reduction", 32),  # at the second step
         ("shuffle", "", 4096),  # not a word: each rank has trained on all 4096

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from launch import ROOT
 from pages import words_of
@@ -592,19 +593,21 @@ def test_small_model_fills_two_buckets() -> None:
 def buckets_and_buffers() -> tuple[str, str, float]:
     """Return DDP's buckets in step 1 and after it, and a buffer that is not copied."""
     model = nn.Sequential(*[nn.Linear(800, 800, bias=False) for _ in range(4)])
+    model.double_too = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     model.register_buffer("mine", torch.tensor(float(dist.get_rank())))
     ddp_model = DistributedDataParallel(model, broadcast_buffers=False)
     for _ in range(3):  # the second buckets are noted in the third step
-        ddp_model(torch.randn(2, 800)).sum().backward()
+        (ddp_model(torch.randn(2, 800)).sum() + model.double_too.sum()).backward()
     noted: Any = ddp_model._get_ddp_logging_data()
     buffer: Any = model.mine
     return noted["bucket_sizes"], noted["rebuilt_bucket_sizes"], buffer.item()
 
 
-def test_first_step_of_ddp_has_one_bucket(worker_pool: WorkerPool) -> None:
+def test_first_step_of_ddp_has_one_bucket_per_dtype(worker_pool: WorkerPool) -> None:
     found = worker_pool.run(buckets_and_buffers)
-    # Bytes, of matrices of 2.56 MB. The first is full with one.
-    assert [one[:2] for one in found] == [("10240000", "2560000, 7680000")] * 2
+    # Bytes, of matrices of 2.56 MB. The first is full with one. Then float64.
+    due = "10240000, 16", "2560000, 7680000, 16"
+    assert [one[:2] for one in found] == [due] * 2
     assert [buffer for _, _, buffer in found] == [0.0, 1.0]
 
 
@@ -672,6 +675,21 @@ def test_gradients_are_views_of_the_bucket(worker_pool: WorkerPool) -> None:
 # --- Wrong use is an error, not a wrong gradient. ----------
 
 
+class Twice(nn.Module):
+    """Uses a layer twice, each time under a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        """Make the layer."""
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """From (B, 8) to (B, 8)."""
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
 def wrong_uses() -> dict[str, str]:
     """Use the wrappers wrongly in every way they notice; return what they say."""
     x, errors = torch.ones(2, 8), {}
@@ -687,6 +705,10 @@ def wrong_uses() -> dict[str, str]:
     note("two backwards", RuntimeError, loss.backward)
     note("no finish", RuntimeError, lambda: model(x))
     model.finish_gradient_sync()
+    # Each use of this layer adds to its gradient, and calls its hook, by itself.
+    twice = wrap("bucketed", Twice())
+    note("layer used twice", RuntimeError, twice(x.requires_grad_()).sum().backward)
+    twice.finish_gradient_sync()
     with model.no_sync():
         note("finish in no_sync", RuntimeError, model.finish_gradient_sync)
     frozen = nn.Linear(8, 1).requires_grad_(False)
@@ -699,9 +721,9 @@ def test_wrong_use_is_an_error(worker_pool: WorkerPool) -> None:
     results = worker_pool.run(wrong_uses)
     assert len(results) == 2
     for errors in results:
-        assert (
-            "second backward before finish_gradient_sync()" in errors["two backwards"]
-        )
+        for name in ("two backwards", "layer used twice"):
+            said = "a second gradient before finish_gradient_sync()"
+            assert errors[name] == said
         assert "finish_gradient_sync() was not called" in errors["no finish"]
         assert "inside no_sync()" in errors["finish in no_sync"]
         for way in ("naive", "flat", "bucketed", "DDP"):

@@ -83,6 +83,30 @@ class Centred(nn.Module):
         return self.linear(centred)
 
 
+class Complex(nn.Module):
+    """A weight whose imaginary part gets the gradient of the real one."""
+
+    def __init__(self) -> None:
+        """Draw the weight."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 1, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """From (B, 6) to (B, 1)."""
+        return x @ self.weight.real + x @ self.weight.imag
+
+
+class Spare(Net):
+    """Counts its calls, and has a buffer that it does not use."""
+
+    spare: torch.Tensor
+
+    def __init__(self) -> None:
+        """Add the buffer to a Net."""
+        super().__init__(counts=True)
+        self.register_buffer("spare", torch.zeros(()))
+
+
 def build(kind: Callable[[], nn.Module] = Net, seed: int = 0) -> nn.Module:
     """Make a model from a seed."""
     torch.manual_seed(seed)
@@ -175,6 +199,20 @@ class ByHand(nn.Module):
             dist.all_reduce(buffer, op=dist.ReduceOp.AVG)
 
 
+def average_real_parts(model: nn.Module) -> nn.Module:
+    """All-reduce the real part of each gradient, and leave the imaginary one."""
+
+    def average(parameter: torch.Tensor) -> None:
+        gradient = torch.as_tensor(parameter.grad)
+        real = gradient.real.contiguous()
+        dist.all_reduce(real, op=dist.ReduceOp.AVG)
+        gradient.real = real
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(average)
+    return model
+
+
 def by_chapter_02(file: str, name: str, model: nn.Module, **options: Any) -> Any:
     """Wrap in one of the classes that chapter 02 makes by hand."""
     return getattr(load_chapter("02_ddp_mp")[file], name)(model, **options)
@@ -249,6 +287,13 @@ def bypass_wrapper(model: Any, *arguments: Any) -> torch.Tensor:
     return LESSON.plain_step(model.module, *arguments)
 
 
+def off_after_step_1(model: Any, *arguments: Any) -> torch.Tensor:
+    """Change the buffer that nobody uses, by less than is allowed, and set it back."""
+    loss = LESSON.plain_step(model, *arguments)
+    model.module.spare.fill_(9e-7 if model.module.calls == 1 else 0)
+    return loss
+
+
 def keep_gradients(
     model: Any, optimizer: Any, loss_of: Any, batch: Any
 ) -> torch.Tensor:
@@ -318,6 +363,7 @@ RIGHT: dict[str, Case] = {
         "build": build_double,
         "batches": [[t.double() for t in batch] for batch in batches_of()],
     },
+    "complex weights": {"build": partial(build, Complex)},
     "NaiveDDP": {"wrap": partial(by_chapter_02, "naive", "NaiveDDP")},
     "FlatDDP": {"wrap": partial(by_chapter_02, "flat", "FlatDDP")},
     "BucketedDDP": {"wrap": partial(by_chapter_02, "bucketed", "BucketedDDP")},
@@ -364,13 +410,21 @@ def test_what_trains_as_one_process_does_is_accepted(
 ) -> None:
     answers = answers_of(worker_pool, RIGHT, world_size)
     mlp = dict.fromkeys(["FSDP2", "tensor parallel"], 4)
-    check_right(answers, mlp | {"by hand, buffers too": 3})
+    check_right(answers, mlp | {"by hand, buffers too": 3, "complex weights": 1})
 
 
 def test_sharding_over_tensor_parallelism_is_accepted(worker_pool: WorkerPool) -> None:
     case = {"build": build_mlp, "wrap": shard_and_cut, "shards": half_of_a_pair}
     answers = answers_of(worker_pool, {"2 x 2": case}, world_size=4)
     check_right(answers, {"2 x 2": 4})
+
+
+def test_the_largest_distance_of_all_steps_is_told(worker_pool: WorkerPool) -> None:
+    case = {"build": partial(build, Spare), "train_step": off_after_step_1}
+    answers = answers_of(worker_pool, {"spare": case})
+    check_right(answers, {"spare": 10})
+    within = re.fullmatch(CORRECT, answers["spare"][1])
+    assert within and float(within[2]) >= 9e-7
 
 
 def test_weights_that_hardly_moved_tell_nothing(worker_pool: WorkerPool) -> None:
@@ -426,6 +480,10 @@ WRONG: dict[str, tuple[Case, str | None]] = {
     "micro-batches not divided": (
         {"train_step": partial(accumulate, divisor=1)},
         r"after step 1: turned moved \{0: 2.0, 1: 2.0\} times as far",
+    ),
+    "imaginary parts not averaged": (
+        {"build": partial(build, Complex), "wrap": average_real_parts},
+        rf"after step 1: weight moved {APART} times as far",
     ),
     "wrapper bypassed": (
         {"train_step": bypass_wrapper},
