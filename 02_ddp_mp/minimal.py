@@ -50,7 +50,7 @@ def train_shard(rank: int, world_size: int, device: torch.device) -> None:
         dist.all_reduce(mean, op=dist.ReduceOp.AVG)  # every rank calls this
         if rank == 0:
             print(f"epoch {epoch} | mean loss {mean.item():.5f}")
-        norm = sum(p.to(torch.cdouble).norm().item() for p in model.parameters())
+        norm = sum(p.abs().double().norm().item() for p in model.parameters())
         dist.all_gather_object(norms := [0.0] * world_size, norm)
         if len(set(map(str, norms))) > 1:  # as text, for NaN is not equal to NaN
             raise RuntimeError(f"the ranks' weights differ, with norms of {norms}")

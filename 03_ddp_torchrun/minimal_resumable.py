@@ -98,7 +98,7 @@ def main() -> None:
         sampler.set_epoch(epoch)  # another order in each epoch
         torch.manual_seed(epoch * world_size + rank)  # dropout, also of a resumed run
         train_one_epoch(ddp_model, optimizer, schedule, loader, device)
-        norm = sum(p.cpu().to(torch.cdouble).norm().item() for p in model.parameters())
+        norm = sum(p.cpu().abs().double().norm().item() for p in model.parameters())
         dist.all_gather_object(seen, norm)
         if len(set(map(str, seen))) > 1:  # as text, for NaN is not equal to NaN
             sys.exit(f"epoch {epoch}: the ranks' weights differ; their norms: {seen}")
