@@ -140,6 +140,22 @@ def test_rpc_and_gloo_are_told_to_stay_on_loopback() -> None:
     assert found in (["lo"] * 2, ["lo0"] * 2)
 
 
+def is_kept_on_loopback(address: str) -> bool:
+    """Join RPC at a store there; tell whether this process has hidden from others."""
+    roles = MODULES["supervised_roles"]
+    fakes = {name: mock.Mock() for name in ("dist", "rpc", "stay_on_loopback")}
+    with mock.patch.multiple(roles, **fakes):
+        roles.join_rpc("master", ["master"], SimpleNamespace(host=address))
+    assert fakes["rpc"].init_rpc.called
+    return fakes["stay_on_loopback"].called
+
+
+def test_a_run_whose_store_is_on_this_machine_stays_on_it() -> None:
+    here = ("127.0.0.1", "localhost", "127.0.1.1")
+    assert [is_kept_on_loopback(address) for address in here] == [True] * 3
+    assert not is_kept_on_loopback("192.0.2.1")
+
+
 def test_a_server_keeps_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SERVED, "HERE", SERVED.TableServer())
     SERVED.ServedTable(8, 0)
@@ -274,6 +290,32 @@ def acts_of_an_end(host: str) -> list[Any]:
 def test_who_ends_saves_first_and_a_stores_host_stays_until_all_have_heard() -> None:
     assert acts_of_an_end("master") == ["saves"]
     assert acts_of_an_end("trainer0") == ["saves", 3.0]
+
+
+def test_a_stores_host_says_who_dies_when_all_else_is_over() -> None:
+    beats, roles = MODULES["heartbeats"], MODULES["supervised_roles"]
+    store = beats.host_store("127.0.0.1")
+    store.set("beat trainer0", "7")  # it has died before it could write "done"
+    statuses, said = [], io.StringIO()
+
+    def leave(status: int) -> None:
+        statuses.append(status)
+        store.set("beat trainer0", "done")  # `run_role` need not wait any more
+
+    names, too_late = ["master", "trainer0"], threading.Timer(10, leave, [0])
+    too_late.start()
+    with (
+        mock.patch.multiple(roles, roll_call=mock.Mock(), join_rpc=mock.Mock()),
+        mock.patch.object(roles.rpc, "shutdown"),
+        mock.patch.multiple(beats, BEAT=0.05, DEAD_AFTER=0.5, FAREWELL=0),
+        mock.patch.object(beats.os, "_exit", leave),
+        contextlib.redirect_stdout(said),
+        pytest.raises(SystemExit),
+    ):
+        roles.run_role({}, "master", names, store, "master", 5, None)
+    too_late.cancel()
+    line = "master: trainer 0 has died or cannot be reached; ending\n"
+    assert statuses[0] == 3 and line in said.getvalue()
 
 
 # --- Times and rates. ----------

@@ -17,6 +17,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from ipaddress import ip_address
 from multiprocessing import connection, resource_tracker
 from typing import Any
 
@@ -85,7 +86,7 @@ def run_trainer(
 
 def join_rpc(name: str, names: list[str], store: dist.TCPStore) -> None:
     """Join RPC at a store; the order of `names` is that of RPC's ranks."""
-    if store.host == LOOPBACK:
+    if ip_address(socket.gethostbyname(store.host)).is_loopback:
         stay_on_loopback()
     rank, world_size = names.index(name), len(names)
     place = dist.PrefixStore("rpc", store), rank, world_size
@@ -131,13 +132,14 @@ def run_role(
         wait_to_be_ended()
         traceback.print_exc()
         os._exit(1)
+    keys = [f"beat {other}" for other in heartbeat.others]
+    # The store ends with its host, and the others still look into it. One of them may
+    # die even now: so the host's heartbeat goes on.
+    while host == name and set(store.multi_get(keys)) != {b"done"}:
+        time.sleep(0.05)
     heartbeat.over.set()
     heartbeat.join()
     store.set(f"beat {name}", "done")
-    keys = [f"beat {other}" for other in heartbeat.others]
-    # The store ends with its host, and the others still look into it.
-    while host == name and set(own_store.multi_get(keys)) != {b"done"}:
-        time.sleep(0.05)
     sys.exit(status)
 
 
