@@ -32,7 +32,10 @@ class EagerSGD(torch.optim.SGD):
     """SGD under a name of which `DistributedOptimizer` has no compiled copy."""
 
     def step(self, closure: Any = None) -> Any:
-        """Step, and forget: a weight that the next batch misses would step again."""
+        """Step, and forget: a weight that the next batch misses would step again.
+
+        It still does with two such optimizers in a process: each sets all `.grad`.
+        """
         loss = super().step(closure)
         self.zero_grad()
         return loss
@@ -80,6 +83,8 @@ def train_with_server(table: RemoteModule) -> dict[str, torch.Tensor]:
                 # A second carries these sums' gradients. DDP averages the dense ones.
                 dist_autograd.backward(context_id, [loss])
                 of_dense.step(context_id)
+                # Another's backward may still need what a step on the server changes.
+                dist.barrier(group)
                 of_table.step(context_id)  # a third: the server steps its rows
             dist.barrier(group)  # without: asynchronous
             total += loss.detach() / steps
