@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from ranks import fail
 
-# Packages of the standard library, of like size and in every installation of Python.
+# Packages of the standard library of similar size, which Python rarely comes without.
 PACKAGES = ("asyncio", "email", "importlib", "multiprocessing", "unittest", "xml")
 ROWS, WIDTH = 2**15, 32
 BLOCK = 1024  # rows of the table that are drawn at once
@@ -36,7 +36,10 @@ class EagerSGD(torch.optim.SGD):
     """SGD under a name of which `DistributedOptimizer` has no compiled copy."""
 
     def step(self, closure: Any = None) -> Any:
-        """Step, and forget: a weight that the next batch misses would step again."""
+        """Step, and forget: a weight that the next batch misses would step again.
+
+        It still does with two such optimizers in a process: each sets all `.grad`.
+        """
         loss = super().step(closure)
         self.zero_grad()
         return loss

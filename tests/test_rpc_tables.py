@@ -252,16 +252,21 @@ class NoMoreThanSGD(torch.optim.SGD):
 
 
 def stepped_by_old_gradients() -> list[list[float]]:
-    """Step by two weights, then by the second alone, with each optimizer."""
-    ends = []
-    for kind in (torch.optim.SGD, NoMoreThanSGD, ROOM["classifier"].EagerSGD):
+    """Step by two weights, then by the second alone, with each optimizer.
+
+    The last time each weight has an optimizer of its own.
+    """
+    ends, eager = [], ROOM["classifier"].EagerSGD
+    for kind, n in ((torch.optim.SGD, 1), (NoMoreThanSGD, 1), (eager, 1), (eager, 2)):
         weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-        optimizer = DistributedOptimizer(kind, [*map(rpc.RRef, weights)], lr=1.0)
+        parts = [[*map(rpc.RRef, weights[i::n])] for i in range(n)]
+        optimizers = [DistributedOptimizer(kind, part, lr=1.0) for part in parts]
         for used in (weights, weights[1:]):
             with dist_autograd.context() as context:
                 dist_autograd.backward(context, [sum(used, torch.zeros(1)).sum()])
                 assert used is not weights or [w.grad for w in used] == [None, None]
-                optimizer.step(context)
+                for optimizer in optimizers:
+                    optimizer.step(context)
         ends.append([weight.item() for weight in weights])
     return ends
 
@@ -380,6 +385,9 @@ def evaluated_model() -> list[bool]:
     # This is how to reach it.
     there.rpc_sync().eval()
     again = rpc.rpc_sync(there.owner(), is_training, args=(there,))
+    for call in (model.parameters, model.state_dict):
+        with pytest.raises(ValueError, match="not supported for RemoteModule"):
+            list(call())
     return [model[1].training, asked, again]
 
 
@@ -408,6 +416,8 @@ def stepped_at_two_rates() -> list[Any]:
             dist_autograd.backward(context, [loss])
             optimizer.step(context)
         found.append([weight.to_here().item() for weight in weights])
+    with pytest.raises(TypeError, match="is not an Optimizer"):
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
     compiled = DistributedOptimizer(torch.optim.SGD, weights[:1], lr=1.0)
     (local,) = (one.local_value().optim for one in compiled.remote_optimizers)
     return [*found, hasattr(local, "param_groups")]
@@ -518,14 +528,30 @@ def test_rpc_async_reads_a_tensor_after_it_has_returned(
 def test_only_an_eager_optimizer_steps_by_an_old_gradient(
     session: dict[str, Any],
 ) -> None:
-    # `EagerSGD` forgets the gradient that it has stepped by.
-    assert session["stepped"] == [[-1.0, -2.0], [-2.0, -2.0], [-1.0, -2.0]]
+    # `EagerSGD` forgets the gradient that it has stepped by; a second optimizer in the
+    # process gives it back.
+    again, not_again = [-2.0, -2.0], [-1.0, -2.0]
+    assert session["stepped"] == [not_again, again, not_again, again]
 
 
 def test_each_trainer_has_a_state_of_its_own_for_a_row(session: dict[str, Any]) -> None:
     # A trainer's second step is divided by the root of 1 + 1, whoever else has stepped.
     alone = -1 - 2**-0.5
     assert session["by Adagrad"] == pytest.approx([alone, 2 * alone, 3 * alone])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.Adam])
+def test_steps_by_states_of_their_own_have_no_bound(kind: Any) -> None:
+    """One large gradient, at trainer 0, makes only its own later steps small."""
+    alone, shared = torch.zeros(1), torch.zeros(1)
+    optimizer, *of_trainers = [kind([row], lr=0.1) for row in (alone, shared, shared)]
+    for gradients in [(1000.0, 0.0), *[(0.0, 1.0)] * 99]:
+        alone.grad = torch.tensor([sum(gradients) / 2])
+        optimizer.step()
+        for one, gradient in zip(of_trainers, gradients, strict=True):
+            shared.grad = torch.tensor([gradient])
+            one.step()
+    assert shared.item() / alone.item() > 10  # and there are two trainers
 
 
 def test_a_rate_is_set_at_each_owner(session: dict[str, Any]) -> None:
@@ -556,9 +582,7 @@ def test_backward_waits_for_gradients_of_all_calls_before_it(
         "unused_before_without_grad": "waits",
     }
     page = words_of(CHAPTER)
-    rule = (
-        "If an earlier call of the context is not in its loss, a backward pass may wait"
-    )
+    rule = "If a loss lacks an earlier call of its context, its backward pass may wait"
     assert f"- **{rule} forever.**" in page and "For `EagerSGD`, set a rate" in page
 
 

@@ -43,7 +43,7 @@ def cost_of_each_way(
         The costs by way, the milliseconds of a step in one process, and by way how far
         it ends from one process: a share of the way that training has gone.
     """
-    # What distributed autograd does on the server cannot be made to wait.
+    # What distributed autograd does on the server is not made to wait here.
     lines = {
         way: Line(way, latency) for way in WAYS if not (latency and way == "autograd")
     }

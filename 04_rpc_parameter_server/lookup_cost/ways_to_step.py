@@ -202,7 +202,10 @@ class ByOneCall(Way):
 
 
 class Ahead(ByOneCall):
-    """The same call, sent a batch earlier: what it finds lacks one update."""
+    """The same call, sent a batch earlier.
+
+    What it finds lacks this trainer's last update, and the last of each other one's.
+    """
 
     def steps(self, batches: list[Batch]) -> Iterator[torch.Tensor]:
         """Send the call, do the dense part's step, then wait for the answer."""

@@ -32,7 +32,7 @@ class TableShard(nn.EmbeddingBag):
 
 
 class SplitTable(nn.Module):
-    """A table whose rows are sharded over several servers; called like any other."""
+    """A table whose rows are sharded over several servers; called with `offsets`."""
 
     def __init__(self, shards: list[RemoteModule]) -> None:
         """Take the shards in their order."""

@@ -1,8 +1,8 @@
 """What do late updates do to the loss? One process that applies gradients k steps late.
 
 Run: python 04_rpc_parameter_server/staleness/late_updates.py
-Expect: a small learning rate hides late updates. With a larger one, the later they are
-    the higher the loss, and more so if the dense part's are late as well.
+Expect: with a small learning rate late updates cost little. With a larger one, the
+    later they are the higher the loss, more so if the dense part's are late as well.
 """
 
 from collections import deque
