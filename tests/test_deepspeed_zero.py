@@ -5,7 +5,6 @@ import importlib
 import io
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -282,10 +281,13 @@ def plain_backward_moves(stage: int, precision: str, micro_batches: int) -> bool
     return all(moved) and all(map(torch.equal, plain, own))
 
 
-def moved_by_old_habits(stage: int) -> dict[str, tuple[list[bool], float, Any]]:
+def moved_by_old_habits(
+    stage: int, micro_batches: int = 1, **changes: Any
+) -> dict[str, tuple[list[bool], list[float], Any]]:
     """Take two steps as a loop without DeepSpeed might, in several ways.
 
-    Return for each which of two layers moved, what clip_grad_norm_ said, the weights.
+    `changes` go to the config. Return for each way which of two layers moved, what
+    clip_grad_norm_ said in the last step's micro-batches, and the weights.
     """
     prepare()["deepspeed_setup"].prepare({})
     import deepspeed
@@ -300,26 +302,31 @@ def moved_by_old_habits(stage: int) -> dict[str, tuple[list[bool], float, Any]]:
         adam = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
         config = {
             "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": micro_batches,
             "gradient_clipping": 0.0,
             "zero_optimization": {"stage": stage},
+            **changes,
         }
         engine: Any
         engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
         model[1].requires_grad_(habit != "frozen")
         with whole():
             before = [p.detach().clone() for p in model.parameters()]
-        norm = math.nan
-        for _ in range(2):
-            inputs = torch.ones(2, 4) * (1 + dist.get_rank())
+        norms = []
+        for _ in range(2 * micro_batches):
+            inputs = torch.ones(2, 4, dtype=model[0].weight.dtype)
+            inputs *= 1 + dist.get_rank()
             engine.backward(engine(inputs).square().mean())
             if habit == "clipping":
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9).item()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9)
+                norms.append(norm.item())
             (adam if habit == "own optimizer" else engine).step()
         with whole():
             weights = [p.detach().clone() for p in model.parameters()]
         moved = [not torch.equal(a, b) for a, b in zip(weights, before, strict=True)]
         assert moved[0] == moved[1] and moved[2] == moved[3]
-        found[habit] = moved[::2], norm, [w.tolist() for w in weights]
+        weights = [w.tolist() for w in weights]
+        found[habit] = moved[::2], norms[-micro_batches:], weights
         if stage and habit != "own optimizer":
             assert engine.get_global_grad_norm() > 0
         engine.destroy()
@@ -341,7 +348,7 @@ class TwoLayers(torch.nn.Module):
     def forward(self, factors: tuple[float | None, ...]) -> dict[str, torch.Tensor]:
         """Return a loss, whose gradients are the factors; None leaves a layer out."""
         outputs = [
-            layer(torch.ones(1, 4)).sum() * factor
+            layer(torch.ones(1, 4, dtype=layer.weight.dtype)).sum() * factor
             for layer, factor in zip(self.layers, factors, strict=True)
             if factor is not None
         ]
@@ -353,6 +360,7 @@ def engine_for(
     stage: int,
     adam: bool = False,
     kind: Any = torch.optim.SGD,
+    offloaded: bool = False,
     **changes: Any,
 ) -> Any:
     """Wrap a small model in DeepSpeed, without clipping; SGD has a step size of 1."""
@@ -362,16 +370,17 @@ def engine_for(
     settings = {"lr": 1.0}
     if adam:
         kind, settings = torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.5}
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
+    } | changes
+    if offloaded:
+        config |= {"zero_force_ds_cpu_optimizer": False}
+        config["zero_optimization"] |= {"offload_optimizer": {"device": "cpu"}}
     optimizer = kind(model.parameters(), **settings)
-    return deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config | changes
-    )[0]
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 # What a pass of each of two ranks uses of TwoLayers.
@@ -386,23 +395,27 @@ def moved_in_all_stages(
     adam: bool = False,
     micro_batches: int = 1,
     grows: bool | None = None,
+    only_first: bool = False,
+    stages: Iterable[int] = range(4),  # in this order: 3 patches `linear` for good
+    **changes: Any,
 ) -> list[Any]:
     """Take steps in each stage; return how far the last one moves both layers.
 
     A step is a list of backward passes, each of the sum of some forward passes. In
     place of a stage's two numbers stands its error, if it ends with one. `grows` says
     that the second layer is frozen at first, or is frozen from the second step on.
+    With `only_first`, micro-batches after a step's first call backward only for its
+    last sum. `changes` go to the config.
     """
     from deepspeed.runtime.zero import GatheredParameters
 
     found: list[Any] = []
-    for stage in range(4):  # in this order: stage 3 patches `linear` for good
+    for stage in stages:
         model = TwoLayers()
         weights = [layer.weight for layer in model.layers]
         model.layers[1].requires_grad_(grows is not True)
-        engine = engine_for(
-            model, stage, adam, gradient_accumulation_steps=micro_batches
-        )
+        accumulated = {"gradient_accumulation_steps": micro_batches}
+        engine = engine_for(model, stage, adam, **accumulated, **changes)
 
         def read(params: list[Any] = weights) -> list[float]:
             with GatheredParameters(params):
@@ -411,8 +424,8 @@ def moved_in_all_stages(
         before = after = read()
         try:
             for step in steps:
-                for _ in range(micro_batches):
-                    for passes in step:
+                for batch in range(micro_batches):
+                    for passes in step[-1:] if only_first and batch else step:
                         losses = [
                             engine(one[dist.get_rank()])["loss"] for one in passes
                         ]
@@ -1552,6 +1565,15 @@ def test_stage_3_takes_the_gradient_of_a_layer_that_rests_again(
     assert took == [[*rests, [1, 10]]] * 2
     took = run(moved_in_all_stages, [[OF_BOTH]], [[OTHER_BY_0]])
     assert took == [[*rests, [1, 0]]] * 2
+    # Adam goes on by its moments, as if the layer had been used times 0.
+    by_adam = partial(moved_in_all_stages, adam=True, stages=(0, 1, 2))
+    rested = run(by_adam, [[OF_BOTH]], [[OF_ONE]])
+    assert rested == run(by_adam, [[OF_BOTH]], [[OTHER_BY_0]])
+    assert [second > 0.15 for _, second in rested[0]] == [True] * 3
+    # With the optimizer's state on the host, stages 1 and 2 do as stage 3.
+    offloaded = partial(moved_in_all_stages, stages=(1, 2, 3), offloaded=True)
+    assert run(offloaded, [[OF_BOTH]], [[OF_ONE]]) == [[[1, 10]] * 3] * 2
+    assert run(offloaded, [[OF_BOTH]], [[OTHER_BY_0]]) == [[[1, 0]] * 3] * 2
 
 
 def test_a_layer_that_is_never_used_decays_under_deepspeed(zero_pools: Pools) -> None:
@@ -1608,6 +1630,20 @@ def test_two_backwards_before_a_step_lose_the_first_in_stages_1_and_2(
     two = run(moved_in_all_stages, [[OF_BOTH], [tens]])
     assert two == [[[11, 110], [10, 100], [10, 100], [11, 110]]] * 2
     assert run(moved_in_all_stages, [[OF_BOTH, tens]]) == [[[11, 110]] * 4] * 2
+    # In the last of two micro-batches the second call wipes out all that were before.
+    of_two = partial(moved_in_all_stages, micro_batches=2)
+    two = run(of_two, [[OF_BOTH], [tens]])
+    assert two == [[[11, 110], [5, 50], [5, 50], [11, 110]]] * 2
+    two = run(partial(of_two, only_first=True), [[OF_BOTH], [tens]])
+    assert two == [[[10.5, 105]] * 4] * 2
+    # Sums in fp32, under bf16, lose none. (A weight of 1 less 11 is exact in bf16.)
+    for micro_batches in (1, 2):
+        bf16 = partial(moved_in_all_stages, stages=(1, 2), bf16=ON)
+        bf16 = partial(bf16, micro_batches=micro_batches)
+        fp32 = partial(bf16, data_types={"grad_accum_dtype": "fp32"})
+        kept = [[10 / micro_batches, 100 / micro_batches]]
+        assert run(bf16, [[OF_BOTH], [tens]]) == [kept * 2] * 2
+        assert run(fp32, [[OF_BOTH], [tens]]) == [[[11, 110]] * 2] * 2
 
 
 TWO_FORWARDS = "KeyError: 0"
@@ -1690,24 +1726,38 @@ def test_zero_to_fp32_reads_no_checkpoint_of_stage_0(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_a_loop_without_deepspeed_leaves_does_nothing(stage: int) -> None:
-    with WorkerPool(2) as workers:
-        said, other = workers.run(moved_by_old_habits, stage, world_size=2)
-    moved = {habit: layers for habit, (layers, *_) in said.items()}
-    assert (
-        moved
-        == {habit: layers for habit, (layers, *_) in other.items()}
-        == {
-            "none": [True, True],
-            "own optimizer": [stage == 0] * 2,
-            "clipping": [True, True],
-            "unfrozen": [True, stage == 0],
-            "frozen": [True, stage > 0],
-        }
-    )
-    _, norm, clipped = said["clipping"]
-    _, _, unclipped = said["none"]
-    assert (norm == 0) == (clipped == unclipped) == (stage > 0)
+def test_what_a_loop_without_deepspeed_leaves_does_nothing(
+    stage: int, zero_pools: Pools
+) -> None:
+    cases = [(1, {}), (2, {}), (1, {"bf16": ON})]
+    if stage:  # stage 0 refuses it
+        cases.append((2, {"bf16": ON, "data_types": {"grad_accum_dtype": "fp32"}}))
+    for micro_batches, changes in cases:
+        habits = partial(moved_by_old_habits, stage, micro_batches, **changes)
+        said, other = zero_pools(2).run(habits)
+        moved = {habit: layers for habit, (layers, *_) in said.items()}
+        is_as_usual = stage == 0 and not changes
+        assert (
+            moved
+            == {habit: layers for habit, (layers, *_) in other.items()}
+            == {
+                "none": [True, True],
+                "own optimizer": [is_as_usual] * 2,
+                "clipping": [True, True],
+                "unfrozen": [True, is_as_usual],
+                "frozen": [True, not is_as_usual],
+            }
+        )
+        _, norms, clipped = said["clipping"]
+        _, _, unclipped = said["none"]
+        # Stage 1 finds what was summed up before the last micro-batch.
+        is_found = [stage == 0] * micro_batches
+        if stage == 1 and micro_batches > 1:
+            is_found = [True, bool(changes)]
+        assert [norm > 0 for norm in norms] == is_found
+        # With sums in fp32 those are not what it steps by.
+        is_clipped = is_found[0] and not (stage and changes)
+        assert (clipped != unclipped) == is_clipped
 
 
 def test_warm_up_begins_with_two_steps_at_no_learning_rate(zero_pools: Pools) -> None:

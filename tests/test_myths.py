@@ -736,18 +736,21 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}  # compile nothing
 STEPS = 10
 
-def train(stage, bf16):
+ADAM = {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}
+SGD = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}
+
+def train(stage, bf16, optimizer=ADAM):
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
     )
-    adam = {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}
     engine = deepspeed.initialize(
         model=model,
         model_parameters=model.parameters(),
         config={
             "train_micro_batch_size_per_gpu": 4,
-            "optimizer": adam,
+            "optimizer": optimizer,
+            "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": bf16},
             "zero_optimization": {"stage": stage},
         },
@@ -765,6 +768,8 @@ def train(stage, bf16):
 for bf16 in (False, True):
     for stage in range(4):
         train(stage, bf16)
+for stage in range(4):
+    train(stage, True, SGD)
 """
 
 
@@ -777,6 +782,8 @@ def test_all_stages_agree_in_float32_and_not_in_bfloat16(tmp_path: Path) -> None
     result = python(script, env=environment)
     assert result.returncode == 0, result.output
     lines = re.findall(r"^stage (\d) ([\d.]+) (\d+)$", result.stdout, re.M)
+    by_sgd = re.findall(r"^stage \d ([\d.]+)$", result.stdout, re.M)
+    assert len(by_sgd) == 4 and len(set(by_sgd)) == 1
     assert [int(stage) for stage, _, _ in lines] == [0, 1, 2, 3] * 2
     losses = [float(loss) for _, loss, _ in lines]
     assert losses[1:4] == pytest.approx(losses[:1] * 3, rel=1e-6)
