@@ -658,6 +658,36 @@ def test_two_types_of_one_width_give_garbage_without_an_error(
     assert received == on_rank_1 == [1069547520, 1075838976]
 
 
+def refused_types() -> list[str]:
+    """Make calls with types that gloo may not know; return which are refused."""
+    rank, refused = dist.get_rank(), []
+    for dtype in (torch.int16, torch.uint32, torch.float8_e4m3fn, torch.int32):
+        calls: dict[str, Callable[[torch.Tensor], object]] = {
+            "all_reduce": dist.all_reduce,
+            "broadcast": functools.partial(dist.broadcast, src=0),
+            "send or recv": functools.partial(dist.recv, src=0)
+            if rank
+            else functools.partial(dist.send, dst=1),
+        }
+        assert len(calls) == 3
+        for name, call in calls.items():
+            try:
+                call(torch.ones(2).to(dtype))
+            except RuntimeError as error:
+                assert str(error) == "Invalid scalar type"
+                refused.append(f"{dtype} in {name}")
+    return refused
+
+
+def test_gloo_does_not_know_all_types(worker_pool: WorkerPool) -> None:
+    refused = [
+        f"torch.{dtype} in {call}"
+        for dtype in ("int16", "uint32", "float8_e4m3fn")
+        for call in ("all_reduce", "broadcast")
+    ]
+    assert worker_pool.run(refused_types) == [refused] * 2
+
+
 def test_sum_of_two_widths_aborts_a_rank(worker_pool: WorkerPool) -> None:
     with pytest.raises(RankDied, match=r"^rank 0 died of signal SIGABRT"):
         worker_pool.run(send_and_sum_two_types, torch.float32, torch.float64)
@@ -870,21 +900,29 @@ def test_monitored_barrier_ignores_the_timeout_of_its_group(
 
 
 def refused_monitored_barriers() -> list[str]:
-    """Meet in two groups on gloo, one of them by another name; return the errors."""
+    """Meet in groups on gloo that were named otherwise; return the errors."""
     errors = []
-    for backend in ("gloo", "cpu:gloo"):
-        group = dist.new_group(backend=backend)
-        assert isinstance(group, dist.ProcessGroup)
+
+    def meet(name: str, group: Any = None) -> None:
         try:
             dist.monitored_barrier(group, timeout=timedelta(seconds=60))
         except ValueError as error:
-            errors.append(f"{backend}: {error}")
+            errors.append(f"{name}: {error}")
+
+    # A group without a name has the world's, which is "gloo" here.
+    for backend in ("gloo", None, "cpu:gloo"):
+        meet(str(backend), dist.new_group(backend=backend))
+    dist.destroy_process_group()
+    # A world of this rank alone, without a name.
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    meet("no name")
     return errors
 
 
 def test_monitored_barrier_wants_the_name_gloo(worker_pool: WorkerPool) -> None:
-    error = "cpu:gloo: monitored_barrier is only implemented for GLOO backend."
-    assert worker_pool.run(refused_monitored_barriers) == [[error]] * 2
+    error = "monitored_barrier is only implemented for GLOO backend."
+    refused = [f"{name}: {error}" for name in ("cpu:gloo", "no name")]
+    assert worker_pool.run(refused_monitored_barriers) == [refused] * 2
 
 
 def wait_with_a_timeout_of_ones_own(missing: int) -> str:

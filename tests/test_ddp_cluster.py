@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import os
 import random
 import re
@@ -432,13 +433,23 @@ def test_lesson_notices_that_every_rank_downloads(worker_pool: WorkerPool) -> No
     assert worker_pool.run(everybody_downloads) == [1, 1]
 
 
-def test_ranks_for_each_device_are_refused_or_those_of_the_cores() -> None:
+def test_ranks_for_each_device_are_refused_or_those_of_the_cores(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     # Where there is no GPU, or none that works. With `auto` nobody notices.
     if torch.accelerator.is_available():
         pytest.skip("there is an accelerator here")
     with pytest.raises(ValueError, match="Cuda is not available"):
         determine_local_world_size("gpu")
-    assert determine_local_world_size("auto") == os.cpu_count()
+    # Not those of the machine: as many as this process may use.
+    for cores in ({0}, {4, 5, 6}):
+        with mock.patch.object(
+            os, "sched_getaffinity", lambda _, c=cores: c, create=True
+        ):
+            assert determine_local_world_size("auto") == len(cores)
+    # It is logged, below the level that is shown.
+    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+    assert capfd.readouterr() == ("", "")
 
 
 # --- Slurm. ----------

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from launch import ROOT, clean_environment, free_port, python
@@ -593,22 +594,30 @@ def test_cross_entropy_on_one_logit_has_no_gradient() -> None:
 
 def test_adam_hardly_notices_a_sum_in_place_of_the_mean() -> None:
     # It divides by the gradient's own size, so that a missing "/ world_size" can hide.
-    def train(optimizer_class: Any, factor: float) -> torch.Tensor:
+    def train(
+        optimizer_class: Any, factor: float, steps: int = 30, **options: Any
+    ) -> torch.Tensor:
         torch.manual_seed(0)
         model, batch = torch.nn.Linear(8, 1), torch.randn(64, 8)
-        optimizer = optimizer_class(model.parameters(), lr=0.01)
-        for _ in range(30):
+        optimizer = optimizer_class(model.parameters(), lr=0.01, **options)
+        for _ in range(steps):
             optimizer.zero_grad()
             (model(batch).square().mean() * factor).backward()
             optimizer.step()
         return model.weight.detach()
 
-    differences = {
-        optimizer_class: (train(optimizer_class, 1) - train(optimizer_class, 4)).abs()
-        for optimizer_class in (torch.optim.Adam, torch.optim.SGD)
-    }
-    assert differences[torch.optim.Adam].max() < 1e-5
-    assert differences[torch.optim.SGD].max() > 0.05
+    def difference(optimizer_class: Any, **options: Any) -> float:
+        ways = [train(optimizer_class, factor, **options) for factor in (1, 4)]
+        return (ways[0] - ways[1]).abs().max().item()
+
+    assert difference(Adam) < 1e-5 and difference(AdamW) < 1e-5
+    # Adam's weight decay is a part of the gradient, AdamW's is not.
+    assert difference(AdamW, weight_decay=0.1) < 1e-5
+    assert difference(Adam, weight_decay=0.1) > 1e-3
+    assert difference(Adam, eps=1e-2) > 1e-3
+    assert difference(SGD) > 0.05
+    start, step, longer = (train(SGD, f, n) for f, n in ((1, 0), (1, 1), (4, 1)))
+    torch.testing.assert_close(longer - start, 4 * (step - start))
 
 
 def test_data_parallel_without_a_gpu_is_the_plain_model() -> None:

@@ -473,6 +473,42 @@ def test_ddp_refuses_a_parameter_without_a_gradient(worker_pool: WorkerPool) -> 
     assert all("Expected to have finished reduction" in error for error in errors)
 
 
+class Sides(nn.Module):
+    """Two weights of 3 and of 5; the first is always used."""
+
+    def __init__(self) -> None:
+        """Set them."""
+        super().__init__()
+        self.left = nn.Parameter(torch.tensor([3.0]))
+        self.right = nn.Parameter(torch.tensor([5.0]))
+
+    def forward(self, uses_both: bool) -> torch.Tensor:
+        """Return their sum, or the first; gradients are 1."""
+        return (self.left + self.right if uses_both else self.left).sum()
+
+
+def leave_a_layer_out_on_rank_1() -> tuple[list[float], list[float]]:
+    """Average the loss after that; return rank 1's sums, and rank 0's gradients."""
+    model, is_second = DistributedDataParallel(Sides()), dist.get_rank() == 1
+    loss = model(not is_second)
+    loss.backward()
+    loss_and_samples = torch.tensor([loss.item(), 1.0])
+    if is_second:
+        dist.all_reduce(loss_and_samples)
+        return loss_and_samples.tolist(), []
+    gradients = [p.grad for p in model.parameters()]
+    return [], [g.item() for g in gradients if g is not None]
+
+
+def test_a_layer_left_out_on_one_rank_mixes_a_loss_with_gradients(
+    worker_pool: WorkerPool,
+) -> None:
+    (_, gradients), (sums, _) = worker_pool.run(leave_a_layer_out_on_rank_1)
+    # Rank 0's gradients of 1, as a term of the mean 1 / 2, and rank 1's (3, 1).
+    assert sums == [3.5, 1.5]
+    assert sorted(gradients) == sorted(sums)
+
+
 class TwoDtypes(nn.Module):
     """Parameters of three dtypes, taking turns."""
 

@@ -588,6 +588,13 @@ def models_of_each_case() -> dict[str, int]:
     replace_last(ddp_model.module)
     take_steps(ddp_model, SGD(ddp_model.parameters(), 0.05, 0.9), steps=1)
     models["layer replaced"] = count_models(ddp_model)
+    ddp_model = DistributedDataParallel(TwoLayers())
+    optimizer = SGD(ddp_model.parameters(), 0.05, 0.9)
+    for weight in ddp_model.parameters():
+        momentum = torch.full_like(weight, dist.get_rank())
+        optimizer.state[weight]["momentum_buffer"] = momentum
+    take_steps(ddp_model, optimizer, steps=1)
+    models["other momentum"] = count_models(ddp_model)
     return models
 
 
@@ -617,6 +624,9 @@ def origins_after_forward() -> dict[str, float]:
     forward("ddp_model.module", ddp_model.module)
     unsynced = DistributedDataParallel(ddp_model.module, forward_sync_buffers=False)
     forward("forward_sync_buffers=False", unsynced)
+    ddp_model = DistributedDataParallel(TwoLayers())
+    with ddp_model.join():
+        forward("join", ddp_model)
     return origins
 
 
@@ -638,7 +648,10 @@ def test_weights_are_copied_once_and_buffers_often(
             "changed by hand": 2,
             "init_sync=False": world_size,
             "layer replaced": world_size,
+            "other momentum": world_size,
         }
+        # In `join` they come from the highest rank that still trains.
+        assert origins.pop("join") == world_size - 1
         # A forward pass whose gradients will not be all-reduced still copies buffers,
         # but makes the next one leave them alone.
         assert {name: origin == 0 for name, origin in origins.items()} == {

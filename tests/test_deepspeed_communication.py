@@ -304,8 +304,11 @@ def test_counts_that_differ_on_one_rank_are_found(
     assert "SystemExit: 1" in error.value.traceback
 
 
-def call_and_log(calls: int) -> tuple[list[float], float]:
-    """All-reduce some times; return the latencies logged, and the true time, in ms."""
+def call_and_log(calls: int) -> tuple[int, int, list[float], float]:
+    """All-reduce some times; return bytes, calls and latencies as logged; and the time.
+
+    Times are in ms.
+    """
     forget_earlier_group()
     import deepspeed
     from deepspeed.comm.comm import comms_logger
@@ -322,16 +325,16 @@ def call_and_log(calls: int) -> tuple[list[float], float]:
         deepspeed.comm.all_reduce(message)
     seconds = time.perf_counter() - started
     (by_bytes,) = comms_logger.get_raw_data().values()
-    ((_, latencies, *_),) = by_bytes.values()
+    ((sent_bytes, (counted, latencies, *_)),) = by_bytes.items()
     deepspeed.comm.configure(enabled=False)
-    return latencies, 1000 * seconds
+    return sent_bytes, counted, latencies, 1000 * seconds
 
 
 def test_latencies_of_comms_logger_are_running_totals(zero_pools: Pools) -> None:
     by_rank = zero_pools(2).run(call_and_log, 20, world_size=2)
     assert len(by_rank) == 2
-    for latencies, took in by_rank:
-        assert len(latencies) == 20
+    for sent_bytes, counted, latencies, took in by_rank:
+        assert (sent_bytes, counted, len(latencies)) == (4 * 1_000_003, 20, 20)
         # Each has all calls before it in it: the timer is never reset.
         assert latencies == sorted(latencies)
         assert latencies[-1] - latencies[0] < took < sum(latencies) / 3

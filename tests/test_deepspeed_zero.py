@@ -314,8 +314,8 @@ def moved_by_old_habits(
             before = [p.detach().clone() for p in model.parameters()]
         norms = []
         for _ in range(2 * micro_batches):
-            inputs = torch.ones(2, 4, dtype=model[0].weight.dtype)
-            inputs *= 1 + dist.get_rank()
+            inputs = torch.full((2, 4), 1.0 + dist.get_rank())
+            inputs = inputs.to(next(model.parameters()).dtype)
             engine.backward(engine(inputs).square().mean())
             if habit == "clipping":
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9)
@@ -1732,6 +1732,7 @@ def test_what_a_loop_without_deepspeed_leaves_does_nothing(
     cases = [(1, {}), (2, {}), (1, {"bf16": ON})]
     if stage:  # stage 0 refuses it
         cases.append((2, {"bf16": ON, "data_types": {"grad_accum_dtype": "fp32"}}))
+    assert len(cases) == (4 if stage else 3)
     for micro_batches, changes in cases:
         habits = partial(moved_by_old_habits, stage, micro_batches, **changes)
         said, other = zero_pools(2).run(habits)

@@ -12,6 +12,7 @@ import resource
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -1999,29 +2000,40 @@ class Told(nn.Module):
         super().__init__()
         self.layer, self.seen = nn.Linear(2, 1), [0.0]
 
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, batch: Any) -> torch.Tensor:
         """Note the times of a batch; apply the layer to its features."""
-        self.seen = batch["time"].tolist()
-        return self.layer(batch["features"])
+        held = batch if isinstance(batch, dict) else vars(batch)
+        self.seen = held["time"].tolist()
+        return self.layer(held["features"].to(self.layer.weight.dtype))
 
 
-def inputs_under_a_policy(cast: bool) -> list[float]:
-    """Return the times that forward sees of 999 and 1001, under a policy of bf16."""
+def inputs_under_a_policy(kind: Any, **policy: Any) -> list[float]:
+    """Return the times that forward sees of 999 and 1001, under a policy."""
     model: Any = Told()
-    policy = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=cast)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
-    batch = {"features": torch.ones(2, 2), "time": torch.tensor([999.0, 1001.0])}
-    if not cast:
-        batch["features"] = batch["features"].bfloat16()
-    model(batch)
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
+    times = torch.tensor([999.0, 1001.0])
+    model(kind(features=torch.ones(2, 2), time=times))
     return model.seen
 
 
-@pytest.mark.parametrize(("cast", "seen"), [(True, [1000.0] * 2), (False, [999, 1001])])
+BF16 = {"param_dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "seen"),
+    [
+        (dict, BF16, [1000.0] * 2),
+        (dict, {**BF16, "cast_forward_inputs": False}, [999, 1001]),
+        (dict, {"reduce_dtype": torch.bfloat16}, [999, 1001]),
+        (SimpleNamespace, BF16, [999, 1001]),
+    ],
+)
 def test_a_policy_rounds_every_float_of_the_root_s_inputs(
-    worker_pool: WorkerPool, cast: bool, seen: list[float]
+    worker_pool: WorkerPool, kind: Any, policy: dict[str, Any], seen: list[float]
 ) -> None:
-    assert worker_pool.run(inputs_under_a_policy, cast) == [seen] * 2
+    found = worker_pool.run(functools.partial(inputs_under_a_policy, kind, **policy))
+    assert found == [seen] * 2
 
 
 class Masked(nn.Module):
@@ -2188,19 +2200,22 @@ def test_saving_an_optimizer_of_freed_weights_kills_the_process(
         worker_pool.run(saved_after_an_early_forward, "AdamW")
 
 
-def batches_tracked(checkpoints: bool) -> int:
-    """Take one step through a block with BatchNorm; return how many it has seen."""
-    block: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    norm = block[1]
-    block = checkpoint_wrapper(block) if checkpoints else block
-    fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
-    block(torch.randn(4, 2)).square().mean().backward()
-    return int(norm.num_batches_tracked)
+def batches_tracked(checkpoints: bool) -> list[int]:
+    """Take a step through a frozen block and another; return how many each has seen."""
+    blocks: Any = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2)]
+    blocks[0].requires_grad_(False)
+    norms = [block[1] for block in blocks]
+    if checkpoints:
+        blocks = [checkpoint_wrapper(block) for block in blocks]
+    model = nn.Sequential(*blocks)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model(torch.randn(4, 2)).square().mean().backward()
+    return [int(norm.num_batches_tracked) for norm in norms]
 
 
-@pytest.mark.parametrize(("checkpoints", "seen"), [(True, 2), (False, 1)])
+@pytest.mark.parametrize(("checkpoints", "seen"), [(True, [1, 2]), (False, [1, 1])])
 def test_activation_checkpointing_moves_running_means_twice(
-    worker_pool: WorkerPool, checkpoints: bool, seen: int
+    worker_pool: WorkerPool, checkpoints: bool, seen: list[int]
 ) -> None:
     assert worker_pool.run(batches_tracked, checkpoints) == [seen] * 2
 

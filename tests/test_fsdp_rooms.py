@@ -20,7 +20,12 @@ import torch.distributed as dist
 from markdown_it import MarkdownIt
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -548,6 +553,8 @@ def late_calls() -> list[str]:
     fully_shard(second, mesh=mesh)
     _, right = get_state_dict(first, torch.optim.AdamW(first.parameters()))
     for call in (
+        lambda: get_optimizer_state_dict(first, early),
+        lambda: set_optimizer_state_dict(first, early, right),
         lambda: get_state_dict(first, early),
         lambda: set_state_dict(
             first, early, model_state_dict={}, optim_state_dict=right
@@ -564,10 +571,12 @@ def test_an_early_optimizer_is_not_saved_and_a_root_comes_last(
     worker_pool: WorkerPool,
 ) -> None:
     invariant = "Invariant encountered: value was None when it should not be"
-    (saved, loaded, root), *other = worker_pool.run(late_calls)
-    assert other == [[saved, loaded, root]]
-    assert saved == "KeyError(0)" and root == f"TypeError('{invariant}')"
-    assert loaded.startswith("KeyError(Parameter containing:")
+    (*calls, root), *other = worker_pool.run(late_calls)
+    assert other == [[*calls, root]] and root == f"TypeError('{invariant}')"
+    assert len(calls) == 4
+    for saved, loaded in (calls[:2], calls[2:]):
+        assert saved == "KeyError(0)"
+        assert loaded.startswith("KeyError(Parameter containing:")
 
 
 def gradient_after_zero_grad() -> tuple[bool, float]:

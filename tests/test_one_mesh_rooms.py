@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import os
 import re
 import time
 import warnings
@@ -297,6 +298,24 @@ def test_members_alone_can_make_a_group_and_the_next_one_fails(shown: Ends) -> N
     assert "group [0, 1]: a sum of 2" in first[0] and second[1] == fourth[1] == 0
     assert "group [0, 2]" not in first[0] + third[0]
     assert first[1] == 1 and third[1] != 0
+
+
+def awaited_by_members() -> list[int]:
+    """Make [0, 1], members alone, with a barrier; return how many ranks it awaits."""
+    if dist.get_rank() == 2:
+        return []
+    called = mock.Mock()
+    with (
+        mock.patch.object(dist.distributed_c10d, "_store_based_barrier", called),
+        mock.patch.dict(os.environ, TORCH_DIST_INIT_BARRIER="1"),
+    ):
+        dist.new_group([0, 1])
+    return [call.args[3] for call in called.call_args_list]
+
+
+def test_a_barrier_of_new_group_awaits_all_ranks(worker_pool: WorkerPool) -> None:
+    # On three ranks members alone would wait until the timeout.
+    assert worker_pool.run(awaited_by_members, world_size=3) == [[3], [3], []]
 
 
 def test_rank_zero_waits_for_its_partner_on_the_axis(shown: Ends) -> None:

@@ -293,6 +293,20 @@ def test_parallelize_module_sends_only_what_is_cut(
     assert found == [(True, True, [1.0] * 4), (True, False, [of_rank_1] * 4)]
 
 
+def bias_of_row_parallel() -> tuple[bool, list[float]]:
+    """Cut a layer by rows; tell whether its bias is whole, and return it."""
+    linear: Any = nn.Linear(4, 3)
+    nn.init.constant_(linear.bias, 1.0 + dist.get_rank())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(linear, mesh, RowwiseParallel())
+    bias = linear.bias
+    return bias.placements == (Replicate(),), bias.to_local().tolist()
+
+
+def test_a_row_parallel_layer_s_bias_is_sent_whole(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(bias_of_row_parallel) == [(True, [1.0] * 3)] * 2
+
+
 def test_without_a_source_each_rank_cuts_its_own_weights(
     worker_pool: WorkerPool,
 ) -> None:
