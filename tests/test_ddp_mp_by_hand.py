@@ -132,6 +132,36 @@ def train_alone(dtype: torch.dtype, steps: int, batches: torch.Tensor) -> torch.
 # --- The same weights as one process. ----------
 
 
+def far_apart_by_rounding(dtype: torch.dtype) -> tuple[float, float]:
+    """Train attention on whole batches, and by the mean over two halves.
+
+    Return how far apart the bias of the keys ends, and all other parameters. The bias
+    moves all scores of a query alike, so its gradient is zero but for rounding.
+    """
+    keys, others = [], []
+    for parts in (1, 2):
+        torch.manual_seed(0)
+        layer = nn.MultiheadAttention(8, 2, dtype=dtype)
+        adam = torch.optim.Adam(layer.parameters(), lr=1e-3)
+        for _ in range(20):
+            x = torch.randn(6, 4, 8).to(dtype)
+            for part in x.chunk(parts, dim=1):
+                layer(part, part, part)[0].square().sum().div(parts).backward()
+            adam.step()
+            adam.zero_grad()
+        query, key, value = layer.in_proj_bias.detach().chunk(3)
+        keys.append(key)
+        weights = [layer.in_proj_weight, *layer.out_proj.parameters()]
+        others.append(nn.utils.parameters_to_vector([query, value, *weights]))
+    return tuple((a - b).abs().max().item() for a, b in (keys, others))  # pyright: ignore
+
+
+def test_adam_makes_steps_of_rounding_where_a_gradient_is_zero() -> None:
+    key, others = far_apart_by_rounding(torch.float32)
+    assert others < 1e-6 and key > 1e-3  # after 20 steps of at most 1e-3 each
+    assert max(far_apart_by_rounding(torch.float64)) < 1e-7
+
+
 # SGD, because Adam divides a gradient by its own size: given the sum over the ranks in
 # place of the mean, it takes nearly the same steps. What is left between the ranks and
 # one process is rounding, of sums in another order: some units of the last digit (6e-8

@@ -282,19 +282,20 @@ def plain_backward_moves(stage: int, precision: str, micro_batches: int) -> bool
 
 
 def moved_by_old_habits(
-    stage: int, micro_batches: int = 1, **changes: Any
+    stage: int, micro_batches: int = 1, zero: Any = (), **changes: Any
 ) -> dict[str, tuple[list[bool], list[float], Any]]:
     """Take two steps as a loop without DeepSpeed might, in several ways.
 
-    `changes` go to the config. Return for each way which of two layers moved, what
-    clip_grad_norm_ said in the last step's micro-batches, and the weights.
+    `changes` go to the config, `zero` to its part on ZeRO. Return for each way which of
+    two layers moved, what clip_grad_norm_ said in the last step's micro-batches, and
+    the weights.
     """
     prepare()["deepspeed_setup"].prepare({})
     import deepspeed
     from deepspeed.runtime.zero import GatheredParameters
 
     found = {}
-    for habit in ("none", "own optimizer", "clipping", "unfrozen", "frozen"):
+    for habit in ("none", "own optimizer", "both", "clipping", "unfrozen", "frozen"):
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2)))
         whole = partial(GatheredParameters, list(model.parameters()))
@@ -304,9 +305,10 @@ def moved_by_old_habits(
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": micro_batches,
             "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": stage},
+            "zero_force_ds_cpu_optimizer": False,
             **changes,
         }
+        config["zero_optimization"] = {"stage": stage, **dict(zero)}
         engine: Any
         engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
         model[1].requires_grad_(habit != "frozen")
@@ -320,7 +322,10 @@ def moved_by_old_habits(
             if habit == "clipping":
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9)
                 norms.append(norm.item())
-            (adam if habit == "own optimizer" else engine).step()
+            if habit in ("own optimizer", "both"):
+                adam.step()
+            if habit != "own optimizer":
+                engine.step()
         with whole():
             weights = [p.detach().clone() for p in model.parameters()]
         moved = [not torch.equal(a, b) for a, b in zip(weights, before, strict=True)]
@@ -1729,10 +1734,12 @@ def test_zero_to_fp32_reads_no_checkpoint_of_stage_0(
 def test_what_a_loop_without_deepspeed_leaves_does_nothing(
     stage: int, zero_pools: Pools
 ) -> None:
+    summed = {"bf16": ON, "data_types": {"grad_accum_dtype": "fp32"}}
+    offloaded = {"zero": {"offload_optimizer": {"device": "cpu"}}}
     cases = [(1, {}), (2, {}), (1, {"bf16": ON})]
     if stage:  # stage 0 refuses it
-        cases.append((2, {"bf16": ON, "data_types": {"grad_accum_dtype": "fp32"}}))
-    assert len(cases) == (4 if stage else 3)
+        cases += [(2, summed), (1, offloaded)]
+    assert len(cases) == (5 if stage else 3)
     for micro_batches, changes in cases:
         habits = partial(moved_by_old_habits, stage, micro_batches, **changes)
         said, other = zero_pools(2).run(habits)
@@ -1744,6 +1751,7 @@ def test_what_a_loop_without_deepspeed_leaves_does_nothing(
             == {
                 "none": [True, True],
                 "own optimizer": [is_as_usual] * 2,
+                "both": [True, True],
                 "clipping": [True, True],
                 "unfrozen": [True, is_as_usual],
                 "frozen": [True, not is_as_usual],
@@ -1751,6 +1759,8 @@ def test_what_a_loop_without_deepspeed_leaves_does_nothing(
         )
         _, norms, clipped = said["clipping"]
         _, _, unclipped = said["none"]
+        twice = {0: [{}], 1: [summed, offloaded], 2: [offloaded], 3: []}[stage]
+        assert (said["both"][2] != unclipped) == (changes in twice)
         # Stage 1 finds what was summed up before the last micro-batch.
         is_found = [stage == 0] * micro_batches
         if stage == 1 and micro_batches > 1:

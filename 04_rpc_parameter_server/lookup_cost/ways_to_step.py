@@ -204,7 +204,7 @@ class ByOneCall(Way):
 class Ahead(ByOneCall):
     """The same call, sent a batch earlier.
 
-    What it finds lacks this trainer's last update, and the last of each other one's.
+    What it finds lacks this trainer's last update, and one or two of each other one.
     """
 
     def steps(self, batches: list[Batch]) -> Iterator[torch.Tensor]:
