@@ -924,25 +924,22 @@ def test_only_a_barrier_says_that_all_ranks_have_joined() -> None:
     assert [output.count("leaves") for output in joined[1:]] == [10, 10]
 
 
-def seconds_to_join(store: str, late: float) -> float:
-    """Join a new group, the last rank so many seconds late; return what it took."""
+def others_that_have_begun(folder: str) -> list[str]:
+    """Join a new group, each rank a second after the one before; return who came."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.barrier()
     dist.destroy_process_group()
-    if rank == world_size - 1:
-        time.sleep(late)
-    start = time.monotonic()
-    files = dist.FileStore(store, world_size)
+    time.sleep(rank)
+    Path(folder, f"rank {rank}").touch()
+    files = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=files, rank=rank, world_size=world_size)
-    return time.monotonic() - start
+    return sorted(path.name for path in Path(folder).glob("rank *"))
 
 
 def test_on_gloo_a_rank_waits_until_the_others_have_begun_to_join(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
-    store = str(tmp_path / "store")
-    first, last = worker_pool.run(seconds_to_join, store, 1.0, world_size=2)
-    assert first > 0.9 and last < 0.5
+    found = worker_pool.run(others_that_have_begun, str(tmp_path))
+    assert found == [["rank 0", "rank 1"]] * 2
 
 
 def test_everything_provoked_is_quoted() -> None:
