@@ -4,6 +4,7 @@ Shapes in the comments: B batch, T tokens, D width, H heads, V vocabulary.
 """
 
 import math
+import re
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 # Dense bfloat16 FLOP/s by the data sheet: what the utilisation of a GPU is a part of.
-# The first of these that stands in a device's name is its peak.
+# The first of these that is a word, or words, of a device's name is its peak.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -144,9 +145,9 @@ class GPT(nn.Module):
         if device.type != "cuda":
             return ""
         name = torch.cuda.get_device_name(device)
-        peak = next((PEAK_FLOPS[known] for known in PEAK_FLOPS if known in name), None)
+        known = [gpu for gpu in PEAK_FLOPS if re.search(rf"\b{gpu}\b", name)]
         flops = tokens_per_second * self.flops_per_token()
-        return "" if peak is None else f" | MFU {flops / peak:.1%}"
+        return f" | MFU {flops / PEAK_FLOPS[known[0]]:.1%}" if known else ""
 
     @torch.no_grad()
     def generate(

@@ -318,6 +318,10 @@ def test_operations_are_those_of_the_formula_and_of_a_counter() -> None:
         ("NVIDIA B200", 2250e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA GeForce RTX 4090", None),
+        # Other devices, whose names have one of these in a longer word.
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA GH200 480GB", None),
     ],
 )
 def test_utilisation_is_a_part_of_the_peak(name: str, peak: float | None) -> None:
