@@ -12,6 +12,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from launch import ROOT, Result, python, run, torchrun
 from lessons import run_lesson
@@ -271,6 +272,31 @@ def test_a_data_set_with_a_generator_reaches_only_forked_workers(
     assert re.fullmatch(f"fork 1\n{kind} {exited}", result.stdout.strip())
     words = "unable to resize file <filename not specified> to the right size"
     assert result.stderr.count(words) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_a_data_set_that_is_pickled_moves_its_tensor_to_dev_shm(
+    tmp_path: Path,
+) -> None:
+    samples = torch.zeros(1_000_000)
+    pickle = ForkingPickler.dumps  # as a loader starts workers that are no forks
+    assert mappings_around(samples.data_ptr())[0][0] is False
+    pickle(TensorDataset(samples))
+    ((is_shared, nbytes),) = mappings_around(samples.data_ptr())
+    assert is_shared and nbytes >= samples.nbytes
+    array = np.zeros(1_000_000)
+    assert len(pickle(array)) > array.nbytes  # so each worker gets a copy
+    path = tmp_path / "samples"
+    path.write_bytes(bytes(80))
+    with mock.patch.multiple(script("copy_on_write"), SAMPLES=1, LENGTH=80):
+        mapped = script("copy_on_write").hold(bytes(80), path, "mapped file")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        pickle(TensorDataset(mapped))
+    page = words_of(ROOM)
+    assert "nor a tensor of `torch.from_file` (`Bad file descriptor`)" in page
+    said = "A list or NumPy array is copied; a tensor moves to `/dev/shm`, once for"
+    assert f"{said} each rank." in page
+    assert "bytes of the data set's tensors, unless workers are forked" in page
 
 
 # --- iterable.py. ----------

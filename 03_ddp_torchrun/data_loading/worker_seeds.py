@@ -53,7 +53,7 @@ def by_sum(rank: int, worker: int) -> None:
     torch.manual_seed(SEED + rank + worker)
 
 
-# A worker is in no process group, so it has to be told its rank.
+# Unless it is a fork, a worker is in no process group, and is told its rank.
 BY_SUM: dict[str, Any] = {"worker_init_fn": lambda: partial(by_sum, dist.get_rank())}
 # Where a data set draws from, what makes its loader's settings, and how many distinct
 # ones are among the 8 numbers that 4 workers of 2 ranks draw first in 2 epochs.
