@@ -24,10 +24,10 @@ TUNED = {"AdamW": 8e-3, "SGD": 0.06}
 CASES = [(SMALL, 1, 1), (LARGE, 1, 1), (LARGE, 2, 1), (LARGE, 4, 1), (LARGE, 2, 4)]
 
 
-def rate_of(step: int, steps: int, highest: float) -> float:
-    """Rise for a tenth of all steps, then fall by a cosine."""
+def rate_of(step: int, steps: int, scale: float) -> float:
+    """Rise for a tenth of all steps, nearly to `scale`, then fall by a cosine."""
     rises = min(1.0, (step + 1) / (WARM_UP * steps))
-    return highest * rises * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+    return scale * rises * (0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
 def train_at(rate: float, name: str, samples: Any, batch_size: int, epochs: int) -> Any:

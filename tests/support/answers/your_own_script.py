@@ -25,6 +25,7 @@ def fit(model: nn.Module, dataset: Dataset, epochs: int) -> list[float]:
             optimizer.step()
             total += loss.detach()
             # DDP would copy rank 0's running mean, of half the samples, to all ranks.
+            # (gloo averages no integers, such as BatchNorm's count of batches.)
             for buffer in model.buffers():
                 dist.all_reduce(buffer, op=dist.ReduceOp.AVG)
         dist.all_reduce(total, op=dist.ReduceOp.AVG)
