@@ -27,6 +27,7 @@ from torch.optim import SGD
 
 from launch import clean_environment, free_port, run
 from lessons import run_lesson
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -618,6 +619,9 @@ def origins_after_forward() -> dict[str, float]:
         forward("no_grad, second")
     ddp_model.train()
     forward("training, first after no_grad")
+    with torch.inference_mode():
+        forward("inference_mode, first")
+    forward("training, first after inference_mode")
     with ddp_model.no_sync():
         forward("no_sync, first")
         forward("no_sync, second")
@@ -660,11 +664,15 @@ def test_weights_are_copied_once_and_buffers_often(
             "no_grad, first": True,
             "no_grad, second": rank == 0,
             "training, first after no_grad": rank == 0,
+            "inference_mode, first": True,
+            "training, first after inference_mode": rank == 0,
             "no_sync, first": True,
             "no_sync, second": rank == 0,
             "ddp_model.module": rank == 0,
             "forward_sync_buffers=False": rank == 0,
         }
+    said = "After a pass under `no_grad()`, `inference_mode()` or `no_sync()`, the next"
+    assert f"{said} skips the copy." in words_of(ROOM)
 
 
 def optimizers_before_and_after() -> tuple[bool, bool, list[bool]]:
@@ -703,12 +711,15 @@ def test_optimizer_may_be_built_before_wrapping(
     assert results == [(True, True, [True, False])] * 2
 
 
-def layer_replaced_too_late() -> tuple[list[float], str]:
-    """Replace a wrapped layer; return its gradient and the second pass's error."""
+def layer_changed_too_late(change: str) -> tuple[list[float], str]:
+    """Change a wrapped model; return its gradients and the second pass's error."""
+    torch.manual_seed(0)
     layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)]
     ddp_model = DistributedDataParallel(torch.nn.Sequential(*layers))
-    torch.manual_seed(0)
-    ddp_model.module[1] = torch.nn.Linear(2, 1)
+    if change == "replace":
+        ddp_model.module[1] = torch.nn.Linear(2, 1)
+    else:
+        layers[0].requires_grad_(False)
     inputs = torch.full((1, 2), dist.get_rank() + 1.0)
     ddp_model(inputs).sum().backward()
     gradient = flat(p.grad for p in ddp_model.module[1].parameters()).tolist()
@@ -719,14 +730,17 @@ def layer_replaced_too_late() -> tuple[list[float], str]:
     return gradient, ""
 
 
-def test_layer_replaced_after_wrapping_is_an_error_in_the_second_pass(
-    worker_pool: WorkerPool,
+@pytest.mark.parametrize("change", ["replace", "freeze"])
+def test_layer_changed_after_wrapping_is_an_error_in_the_second_pass(
+    worker_pool: WorkerPool, change: str
 ) -> None:
-    results = worker_pool.run(layer_replaced_too_late)
+    results = worker_pool.run(layer_changed_too_late, change)
     assert results[0][0] != results[1][0]
     assert len(results) == 2
     for _, text in results:
         assert "Expected to have finished reduction in the prior iteration" in text
+    said = "Load weights, freeze, unfreeze and replace layers before wrapping"
+    assert said in words_of(ROOM)
 
 
 def buffers_after_wrapping() -> list[tuple[float, str]]:
@@ -850,6 +864,39 @@ def test_validation_on_rank_zero_mixes_with_gradients(
     assert gradient == pytest.approx([total + 0.5, 6.5], abs=0.01)
     assert loss == pytest.approx((total + 0.5) / 6.5)
     assert first == second == pytest.approx([squares.mean().item()] * 2, rel=1e-6)
+
+
+def validated(way: str) -> tuple[float, float, bool, bool]:
+    """Validate a model with BatchNorm and Dropout between two steps.
+
+    Returns the loss, and what it is in eval(); then whether the running statistics are
+    untouched, and whether the model still trains.
+    """
+    rank_zero = script("rank_zero")
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5)]
+    model: Any = torch.nn.Sequential(*layers, torch.nn.Linear(4, 1))
+    ddp_model = DistributedDataParallel(model)
+    ddp_model(rank_zero.INPUTS).sum().backward()
+    before = model[1].running_mean.clone()
+    loss = gather(getattr(rank_zero, way)(ddp_model))[0]
+    is_kept = torch.equal(model[1].running_mean, before)
+    trains = all(module.training for module in ddp_model.modules())
+    with torch.no_grad():
+        due = F.mse_loss(model.eval()(rank_zero.INPUTS), rank_zero.LABELS).item()
+    return loss, due, is_kept, trains
+
+
+@pytest.mark.parametrize("way", ["on_all_ranks", "on_rank_zero_alone"])
+def test_validation_drops_nothing_out_and_adds_to_no_statistics(
+    worker_pool: WorkerPool, way: str
+) -> None:
+    results = worker_pool.run(validated, way)
+    assert len(results) == 2
+    for loss, due, is_kept, trains in results:
+        assert loss == pytest.approx(due, rel=1e-5) and is_kept and trains
+    said = "All ranks validate, in `eval()`, and one prints."
+    assert said in words_of(ROOM)
 
 
 def test_ddp_dies_at_the_debug_level_detail_on_gloo() -> None:

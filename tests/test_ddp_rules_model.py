@@ -292,8 +292,9 @@ def running_statistics(model: nn.Module) -> list[torch.Tensor]:
 
 
 def build_trained() -> nn.Sequential:
-    """Build the lesson's model as if its BatchNorm had been trained before."""
-    model = sync_batch_norm.build_normed()
+    """Build the lesson's model as if its BatchNorm had been set and trained before."""
+    model: Any = sync_batch_norm.build_normed()
+    model[1].eps, model[1].momentum = 0.5, 0.3
     for tensor in model[1].state_dict().values():
         tensor += 2
     return model
@@ -360,6 +361,23 @@ def test_a_sum_without_a_backward_spoils_the_gradients_alone(
     for errors in by_rank:
         assert max(errors["outputs"], errors["running"]) < 1e-5
         assert min(errors["input grads"], errors["weight grads"]) > 0.01
+
+
+def told_before_wrapping() -> tuple[float, float, bool, list[bool]]:
+    """Freeze BatchNorm's weight, put it into eval(), wrap; return what is left."""
+    model = build_trained()
+    model[1].eval().weight.requires_grad_(False)
+    layer = sync_batch_norm.wrap_summed(model).module[1]
+    learns = [parameter.requires_grad for parameter in layer.parameters()]
+    return layer.eps, layer.momentum, layer.training, learns
+
+
+def test_a_summed_layer_keeps_all_that_batch_norm_was_told(
+    worker_pool: WorkerPool,
+) -> None:
+    assert (
+        worker_pool.run(told_before_wrapping) == [(0.5, 0.3, False, [False, True])] * 2
+    )
 
 
 def uneven_step() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -533,6 +551,46 @@ def test_the_pass_that_synchronises_has_to_use_all_layers(
         assert float(first.removesuffix(" off")) > 1e-3 and second.startswith(LATE)
     told = worker_pool.run(used_before_the_last_pass_alone, FIND)
     assert told == [["mean", "mean"]] * 2
+
+
+class TwoLosses(nn.Module):
+    """A layer for each of two losses; a wrong one keeps the second to itself."""
+
+    def __init__(self, returns_both: bool) -> None:
+        """Draw the same weights on every call."""
+        super().__init__()
+        torch.manual_seed(0)
+        self.main, self.side = nn.Linear(2, 1), nn.Linear(2, 1)
+        self.returns_both, self.kept = returns_both, torch.zeros(())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map (B, 2) to a loss."""
+        self.kept = self.side(inputs).sum()
+        loss = self.main(inputs).sum()
+        return loss + self.kept if self.returns_both else loss
+
+
+def gradients_of_two_losses(returns_both: bool) -> list[float] | str:
+    """Sum two losses and look for unused parameters; return gradients, or the error."""
+    model = TwoLosses(returns_both)
+    ddp_model = DistributedDataParallel(model, **FIND)
+    loss = ddp_model(torch.full((1, 2), dist.get_rank() + 1.0))
+    try:
+        (loss if returns_both else loss + model.kept).backward()
+    except RuntimeError as error:
+        return str(error)
+    return unused_parameters.flat_gradients(model).tolist()
+
+
+def test_find_unused_parameters_needs_all_losses_from_forward(
+    worker_pool: WorkerPool,
+) -> None:
+    mean = [1.5, 1.5, 1.0]  # the inputs are 1 and 2
+    assert worker_pool.run(gradients_of_two_losses, True) == [mean * 2] * 2
+    errors = worker_pool.run(gradients_of_two_losses, False)
+    assert len(errors) == 2 and all(error.startswith(TWICE) for error in errors)
+    said = "# Right in every step, if all losses come from what `forward` returns."
+    assert said in words_of(ROOM)
 
 
 def gradients_in_views() -> list[bool]:

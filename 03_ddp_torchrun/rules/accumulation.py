@@ -44,7 +44,7 @@ def accumulate(ddp_model: DDP, batches: Batches) -> None:
 
 
 def accumulate_unequal(ddp_model: DDP, batches: Batches) -> None:
-    """Right for any sizes: each sample of all ranks has the same weight."""
+    """Right if each rank has a micro-batch, of any size: all samples weigh alike."""
     samples = torch.tensor(sum(len(x) for x, _ in batches), device=ddp_model.device)
     dist.all_reduce(samples)
     for i, (inputs, labels) in enumerate(batches, start=1):

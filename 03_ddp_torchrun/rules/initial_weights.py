@@ -37,7 +37,7 @@ def draw_layer(seed: int) -> nn.Linear:
 
 
 def take_steps(model: nn.Module, inputs: torch.Tensor) -> None:
-    """Take five steps; DDP averages the gradients, and nothing else."""
+    """Take five steps; DDP averages gradients, and does not compare weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(5):
         optimizer.zero_grad()

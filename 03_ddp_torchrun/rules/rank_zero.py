@@ -21,7 +21,9 @@ LABELS = 3 * INPUTS + 1
 def validate(model: nn.Module) -> float:
     """Return the mean loss; each rank takes its shard, so all ranks must call this."""
     shard = slice(dist.get_rank(), None, dist.get_world_size())
+    model.eval()  # no dropout, and nothing is added to BatchNorm's statistics
     loss = F.mse_loss(model(INPUTS[shard]), LABELS[shard], reduction="sum")
+    model.train()
     total = torch.stack([loss, torch.tensor(float(len(INPUTS[shard])))])
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
@@ -40,10 +42,12 @@ def on_all_ranks(ddp_model: DDP) -> float | None:
 
 @torch.no_grad()
 def on_rank_zero_alone(ddp_model: DDP) -> float | None:
-    """Right: the plain model and all samples, so nothing is sent."""
-    if dist.get_rank() == 0:
-        return F.mse_loss(ddp_model.module(INPUTS), LABELS).item()
-    return None  # and wait for rank 0 in the next step's all-reduce
+    """Right: the plain model and all samples, with no communication."""
+    if dist.get_rank() != 0:
+        return None  # this rank then waits for rank 0 in the next step's all-reduce
+    loss = F.mse_loss(ddp_model.module.eval()(INPUTS), LABELS).item()
+    ddp_model.module.train()
+    return loss
 
 
 def two_weights() -> DDP:

@@ -17,7 +17,8 @@ from ranks import check, gather, join, leave, say
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},  # wrong where a pass leaves a parameter out
-    "find_unused_parameters": {"find_unused_parameters": True},  # right in every step
+    # Right in every step, if all losses come from what `forward` returns.
+    "find_unused_parameters": {"find_unused_parameters": True},
     "static_graph": {"static_graph": True},  # for equal steps; the first not in no_sync
 }
 SCENARIOS = [["all", "nobody", "all"], ["rank 0", "rank 0"]]  # users, step by step
