@@ -58,7 +58,7 @@ def wrap_plain(model: nn.Sequential) -> nn.Module:
 
 def wrap_summed(model: nn.Sequential) -> nn.Module:
     """Right: BatchNorm becomes the layer above, and keeps its state and settings."""
-    model[1].__class__ = SummedBatchNorm
+    model[1].__class__ = SummedBatchNorm  # type: ignore
     return DistributedDataParallel(model)
 
 
