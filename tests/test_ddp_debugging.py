@@ -1,6 +1,7 @@
 """Chapter 03, the room debugging/: what each tool says of a hang and of a slow rank."""
 
 import contextlib
+import faulthandler
 import io
 import os
 import pickle
@@ -302,7 +303,10 @@ def watched(folder: str, steps: int) -> tuple[list[str], float]:
         ended.set()
 
     path = Path(folder)
-    with mock.patch.object(watchdog_module.os, "_exit", note):
+    with (
+        mock.patch.object(watchdog_module.os, "_exit", note),
+        mock.patch.object(faulthandler, "dump_traceback_later") as later,
+    ):
         watchdog = watchdog_module.Watchdog(seconds=0.6, folder=path, grace=0.2)
         quiet = 0
         for _ in range(steps):
@@ -313,6 +317,8 @@ def watched(folder: str, steps: int) -> tuple[list[str], float]:
         stopped = time.monotonic()
         assert ended.wait(20)
     assert status == [1]
+    # Each step puts off the timer in C, which would end the rank after the thread.
+    assert later.mock_calls == [mock.call(1.0, exit=True)] * (1 + steps)
     dist.barrier()
     return sorted(one.name for one in path.iterdir()), time.monotonic() - stopped
 
@@ -404,11 +410,103 @@ def test_a_stopped_watchdog_ends_nothing(tmp_path: Path) -> None:
     with (
         mock.patch.object(watchdog_module.dist, "get_rank", return_value=0),
         mock.patch.object(watchdog_module.os, "_exit") as ended,
+        mock.patch.object(faulthandler, "dump_traceback_later"),
+        mock.patch.object(faulthandler, "cancel_dump_traceback_later") as cancelled,
     ):
         watchdog = watchdog_module.Watchdog(seconds=0.2, folder=tmp_path, grace=0.0)
         watchdog.stop()
         time.sleep(0.6)
     assert not ended.called and list(tmp_path.iterdir()) == []
+    assert cancelled.call_count == 1
+
+
+class StoppedLate(threading.Event):
+    """A step's event: the loop stops the watchdog when that is about to clear it."""
+
+    def __init__(self, watchdog: Any) -> None:
+        """Hold a step that the watchdog has not seen."""
+        super().__init__()
+        self.watchdog = watchdog
+        self.set()
+
+    def clear(self) -> None:
+        """Stop first, then clear."""
+        self.watchdog.stop()
+        super().clear()
+
+
+def endings_of_watching(
+    folder: Path, event: Callable[[Any], threading.Event]
+) -> list[Any]:
+    """Watch in this thread; return how the process would have been ended."""
+    module = room()["watchdog"]
+    watchdog = module.Watchdog.__new__(module.Watchdog)
+    watchdog.seconds, watchdog.grace, watchdog.rank = 0.1, 0.0, 0
+    watchdog.folder, watchdog.is_stopped = folder, False
+    watchdog.has_stepped = event(watchdog)
+    with (
+        mock.patch.object(module.os, "_exit") as ended,
+        mock.patch.object(module, "flight_record", return_value=b"record"),
+    ):
+        watchdog.watch()
+    return ended.mock_calls
+
+
+def test_watchdog_stopped_while_it_looks_ends_nothing(tmp_path: Path) -> None:
+    assert endings_of_watching(tmp_path, StoppedLate) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_watchdog_that_cannot_write_ends_the_rank_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hang(_: Any) -> threading.Event:
+        return threading.Event()
+
+    assert endings_of_watching(tmp_path, hang) == [mock.call(1)]
+    assert "made no step for 0.1 s, see " in capsys.readouterr().out
+    assert endings_of_watching(tmp_path / "removed", hang) == [mock.call(1)]
+    assert "rank 0 made no step, and could not write" in capsys.readouterr().out
+
+
+def hold_the_lock(folder: Path) -> None:
+    """Hang where no other thread of Python can run; print where to a file."""
+    # This pattern tries 2^60 ways.
+    with mock.patch.object(dist, "get_rank", return_value=0):
+        room()["watchdog"].Watchdog(seconds=0.2, folder=folder, grace=0.1)
+    re.match("(a+)+$", "a" * 60 + "b")
+
+
+def test_a_hang_that_holds_pythons_lock_is_ended_too(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        with open(tmp_path / "stderr", "w") as file, mock.patch("sys.stderr", file):
+            hold_the_lock(tmp_path)
+        os._exit(3)
+    give_up = time.monotonic() + 20
+    while (end := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > give_up:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
+    assert os.waitstatus_to_exitcode(end[1]) == 1
+    assert " in hold_the_lock\n" in (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.parametrize("backends", ["cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo"])
+def test_record_comes_from_the_recorder_of_the_backend(backends: str) -> None:
+    # A CPU build has no recorder of NCCL's: here a stand-in.
+    module, bindings = room()["watchdog"], torch._C._distributed_c10d
+    record = {name: {"pg_config": {"0": name}} for name in ("nccl", "cpu")}
+    dumps = {
+        name: (lambda kept=kept: pickle.dumps(kept)) for name, kept in record.items()
+    }
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value=backends),
+        mock.patch.object(bindings, "_dump_nccl_trace", dumps["nccl"], create=True),
+        mock.patch.object(bindings, "_dump_fr_trace", dumps["cpu"]),
+    ):
+        kept = pickle.loads(module.flight_record())
+    assert kept == record["nccl" if "nccl" in backends else "cpu"]
 
 
 def test_timer_adds_up_its_parts() -> None:

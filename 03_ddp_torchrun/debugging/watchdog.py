@@ -18,7 +18,10 @@ def flight_record() -> bytes:
     TORCH_FR_BUFFER_SIZE, in the environment when the group is made, says how many are
     kept (by default 2,000, with 0 none). No public function returns them.
     """
-    record = pickle.loads(_distributed_c10d._dump_fr_trace())  # pyright: ignore
+    # NCCL has a recorder of its own, which a CPU build of torch lacks. (Not run.)
+    has_nccl = "nccl" in dist.get_backend_config()
+    name = "_dump_nccl_trace" if has_nccl else "_dump_fr_trace"
+    record = pickle.loads(getattr(_distributed_c10d, name)())
     # torch 2.13 lists gloo's default group, which is called "0", without its name;
     # torchfrtrace then ends with a KeyError.
     groups = record["pg_config"]
@@ -33,7 +36,9 @@ class Watchdog:
     Make one on every rank, with a process group, and call `step` in the loop. If no
     step comes for `seconds`, two files appear in `folder`: stack_RANK.txt, which says
     in which line each thread is, and record_RANK, for `torchfrtrace`. After `grace`
-    further seconds the process ends, and its launcher ends the others.
+    further seconds the process ends, and its launcher ends the others. If the hang
+    keeps Python's lock (GIL), without which no thread of Python runs, a timer in C
+    prints the stacks to stderr, and ends the process after `grace` seconds more.
     """
 
     def __init__(self, seconds: float, folder: Path, grace: float = 60.0) -> None:
@@ -44,6 +49,7 @@ class Watchdog:
         self.is_stopped = False
         self.say(f"is process {os.getpid()} on {socket.gethostname()}")
         threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
+        self.step()
 
     def say(self, text: str) -> None:
         """Print a line by one write, or lines of several ranks would run together."""
@@ -52,21 +58,28 @@ class Watchdog:
     def step(self) -> None:
         """Tell the watchdog that the loop makes progress."""
         self.has_stepped.set()
+        # A timer in C, put off by each step, needs no GIL.
+        faulthandler.dump_traceback_later(self.seconds + 2 * self.grace, exit=True)
 
     def stop(self) -> None:
         """Stop watching: what comes after the last step may take long."""
+        faulthandler.cancel_dump_traceback_later()
         self.is_stopped = True
         self.has_stepped.set()
 
     def watch(self) -> None:
         """Wait for a step, again and again; write and end when none comes in time."""
         while self.has_stepped.wait(self.seconds):
+            self.has_stepped.clear()  # before the look: stop() may come in between
             if self.is_stopped:
                 return
-            self.has_stepped.clear()
-        with open(self.folder / f"stack_{self.rank}.txt", "w") as file:
-            faulthandler.dump_traceback(file)
-        (self.folder / f"record_{self.rank}").write_bytes(flight_record())
-        self.say(f"made no step for {self.seconds:g} s, see {self.folder}/")
-        time.sleep(self.grace)
-        os._exit(1)
+        try:
+            with open(self.folder / f"stack_{self.rank}.txt", "w") as file:
+                faulthandler.dump_traceback(file)
+            (self.folder / f"record_{self.rank}").write_bytes(flight_record())
+            self.say(f"made no step for {self.seconds:g} s, see {self.folder}/")
+        except Exception as error:
+            self.say(f"made no step, and could not write: {error}")
+        finally:
+            time.sleep(self.grace)
+            os._exit(1)
