@@ -6,6 +6,7 @@ have more.
 """
 
 import csv
+import errno
 import os
 import signal
 from argparse import ArgumentTypeError, Namespace
@@ -24,7 +25,8 @@ from data import Tally, whole
 from model import GPT, GPTConfig
 from ranks import fail, gather, say
 
-# Options that must be the same when a run is resumed, besides the model's.
+# Options that must be the same when a run is resumed, besides the model's. Of the text
+# only the name is compared: whoever changes the file resumes on other samples.
 LASTING = ("seed", "lr", "amp", "samples", "max_epochs", "max_steps", "text")
 
 
@@ -168,8 +170,8 @@ class TrainingState:
         if len(training["random"]) == dist.get_world_size():
             states = training["random"][rank]
             torch.set_rng_state(states[0])
-            if len(states) > 1:
-                device = next(self.model.parameters()).device
+            device = next(self.model.parameters()).device
+            if len(states) > 1 and device.type != "cpu":  # it may come from GPUs
                 torch.get_device_module(device).set_rng_state(states[1], device)
         start.content.clear()  # else its tensors would take memory until the end
         note = (
@@ -233,19 +235,23 @@ def load_sharded(
 
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:
-    """Write the newest checkpoint so that a crash at any moment leaves a whole one.
+    """Write the newest checkpoint; a crash at any moment leaves the one before whole.
 
     The bytes go to a temporary file in the same folder and onto the disk. Then the
     newest becomes the one before it, and an atomic rename puts the new one in place.
 
     Raises:
-        OSError: the folder cannot be written or the disk is full.
+        OSError, RuntimeError: the folder cannot be written, or the disk is full.
     """
     unfinished = path.with_name(path.name + ".tmp")
-    with open(unfinished, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(unfinished, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except Exception:
+        unfinished.unlink(missing_ok=True)  # else a full disk would stay full
+        raise
     if path.exists():
         os.replace(path, previous(path))
     os.replace(unfinished, path)
@@ -275,6 +281,7 @@ def load_checkpoint(path: Path) -> tuple[GPT, dict[str, Any]]:
 
     Raises:
         ValueError: the file is missing, damaged, or holds something else.
+        OSError, MemoryError: it cannot be read now, and may be whole.
     """
     if not path.is_file():
         raise ValueError(
@@ -287,7 +294,11 @@ def load_checkpoint(path: Path) -> tuple[GPT, dict[str, Any]]:
         # weights_only: tensors, numbers and text are read; nothing in the file can run.
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        # A damaged archive raises any of half a dozen types, none of them public.
+        # A damaged archive raises any of half a dozen types, none of them public, among
+        # them an OSError: no such position. Other OSErrors are the disk's.
+        is_of_the_disk = isinstance(error, OSError) and error.errno != errno.EINVAL
+        if is_of_the_disk or isinstance(error, MemoryError):
+            raise
         raise ValueError(f"{path} is damaged or is no checkpoint") from error
     try:
         model = GPT(GPTConfig(**content["config"]))

@@ -302,8 +302,8 @@ class Tally:
         """End an epoch of `steps` steps: say what each rank did; all call this.
 
         Raises:
-            RuntimeError: a sample was lost or counted twice, by this run or by those
-                that it resumes.
+            RuntimeError: an index was lost or counted twice, by this run or by those
+                that it resumes. (Of a text that was changed it is other samples'.)
         """
         sampler = self.sampler
         local_loss = torch.stack(self.sums).mean().item() / sampler.shard
