@@ -495,7 +495,8 @@ def test_a_hang_that_holds_pythons_lock_is_ended_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backends", ["cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo"])
 def test_record_comes_from_the_recorder_of_the_backend(backends: str) -> None:
     # A CPU build has no recorder of NCCL's: here a stand-in.
-    module, bindings = room()["watchdog"], torch._C._distributed_c10d
+    module = room()["watchdog"]
+    bindings = module._distributed_c10d
     record = {name: {"pg_config": {"0": name}} for name in ("nccl", "cpu")}
     dumps = {
         name: (lambda kept=kept: pickle.dumps(kept)) for name, kept in record.items()

@@ -6,13 +6,16 @@ import errno
 import inspect
 import io
 import os
+import pickle
 import random
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +29,11 @@ from torch.distributed import run as torchrun_module
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerState
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
+    RendezvousSettings,
+    RendezvousTimeout,
+    _BackendRendezvousStateHolder,
+    _NodeDesc,
+    _RendezvousState,
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import (
     StaticTCPRendezvous,
@@ -1255,6 +1263,37 @@ def test_each_agent_counts_only_the_failures_of_its_own_ranks() -> None:
     assert agent._monitor_workers.call_count == 8
     assert agent._restart_workers.call_count == 4 + 3
     assert "up to three times for each `torchrun`" in words_of(PLACE)
+
+
+def test_a_missing_heartbeat_alone_restarts_nothing() -> None:
+    now, state = datetime.now(timezone.utc), _RendezvousState()
+    alive, dead = _NodeDesc("alive", 1, 0), _NodeDesc("dead", 1, 0)
+    state.complete, state.participants = True, {alive: 0, dead: 1}
+    old = now - timedelta(seconds=60)
+    state.last_heartbeats = {alive: now, dead: old}
+    settings = RendezvousSettings(
+        *("job", 1, 2, RendezvousTimeout(), timedelta(seconds=5), 3)
+    )
+    backend = mock.Mock(get_state=mock.Mock(return_value=(pickle.dumps(state), 1)))
+    handler = DynamicRendezvousHandler.__new__(DynamicRendezvousHandler)
+    handler._state_holder = _BackendRendezvousStateHolder(backend, settings)
+    handler._heartbeat_lock = threading.Lock()
+    handler._this_node = alive
+    # The dead agent is given up, and yet there is nobody to restart the ranks for.
+    assert handler.num_nodes_waiting() == 0
+    assert list(handler._state_holder.state.participants) == [alive]
+    # What the agent does with that answer while its own ranks have not failed.
+    healthy, done = mock.Mock(state=WorkerState.HEALTHY), mock.Mock()
+    done.state = WorkerState.SUCCEEDED
+    agent = mock.Mock(_remaining_restarts=3)
+    agent._worker_group.spec.monitor_interval = 0
+    agent._worker_group.spec.rdzv_handler = handler
+    agent._monitor_workers.side_effect = [healthy] * 5 + [done]
+    assert SimpleElasticAgent._invoke_run(agent, "default") is done
+    assert agent._monitor_workers.call_count == 6
+    assert agent._restart_workers.call_count == 0
+    page = words_of(PLACE)
+    assert "the ranks first wait for the group's timeout" in page
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ class Torchruns:
         """Send SIGKILL to one rank, or to the torchrun.
 
         Without their torchrun the ranks end by themselves; with `at_once` they are
-        killed too, as they are when their host loses its power.
+        killed too. (A host that loses its power would also close no connection.)
         """
         torchrun = self.running[name]
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
