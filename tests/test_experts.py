@@ -763,6 +763,58 @@ def test_the_largest_error_of_all_weights_is_compared(worker_pool: WorkerPool) -
     assert found == pytest.approx(right)
 
 
+def sharded_errors(expert_ranks: int, dtype: torch.dtype) -> tuple[float, int]:
+    """Shard by with_fsdp.py; return its largest relative error, and what it compared.
+
+    Gradients of two backward passes are accumulated.
+    """
+    lesson, n = load_chapter(ROOM)["with_fsdp"], dist.get_world_size()
+    shape = (n // expert_ranks, expert_ranks)
+    grid = init_device_mesh("cpu", shape, mesh_dim_names=("data", "expert"))
+    models = both.both_models(torch.device("cpu"), grid["expert"].get_group())
+    alone, ours = (model.to(dtype) for model in models)
+    lesson.shard(ours, init_device_mesh("cpu", (n,)), grid["data"], True)
+    for step in range(2):
+        both.add_gradients_of_both(step, alone, ours)
+    found = lesson.ratios(ours, alone, "grad")
+    return found["error"], sum(".experts." in name for name in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("expert_ranks", [1, 2], ids=["two copies", "one copy"])
+def test_experts_of_any_number_of_copies_are_divided_once(
+    worker_pool: WorkerPool, expert_ranks: int, dtype: torch.dtype
+) -> None:
+    found = worker_pool.run(sharded_errors, expert_ranks, dtype)
+    limit = 1e-12 if dtype == torch.float64 else 1e-5
+    assert [count for _, count in found] == [2 * both.E // expert_ranks] * 2
+    assert max(error for error, _ in found) < limit
+
+
+def divided_by_two(dtype: torch.dtype, is_forced: bool) -> float:
+    """Have FSDP divide the gradient 8 by 2 on a mesh of one rank."""
+    mesh = init_device_mesh("cpu", (1,))
+    layer: Any = nn.Linear(1, 1, bias=False).to(dtype)
+    layer = load_chapter(ROOM)["with_fsdp"].fully_shard(layer, mesh=mesh)
+    layer.set_gradient_divide_factor(2.0)
+    layer.set_force_sum_reduction_for_comms(is_forced)
+    layer(torch.full((1, 1), 8.0, dtype=dtype)).sum().backward()
+    return layer.weight.grad.full_tensor().item()
+
+
+def test_on_one_rank_fsdp_divides_by_a_factor_twice(worker_pool: WorkerPool) -> None:
+    found = {
+        (dtype, is_forced): worker_pool.run(
+            divided_by_two, dtype, is_forced, world_size=1
+        )
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        for is_forced in (True, False)
+    }
+    once = {(torch.bfloat16, False), (torch.float32, False)}
+    assert len(found) == 8
+    assert found == {key: [4.0 if key in once else 2.0] for key in found}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["default divisor", "sharded over all", "float32"])
 def test_wrong_divisor_or_mesh_is_found(worker_pool: WorkerPool, fault: str) -> None:

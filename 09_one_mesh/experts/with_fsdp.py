@@ -23,9 +23,10 @@ def shard(model: Any, everyone: DeviceMesh, copies: DeviceMesh, divide: bool) ->
     for expert in model.blocks[0].mixture.experts.values():
         fully_shard(expert, mesh=copies)
         if divide:
-            expert.set_gradient_divide_factor(everyone.size())
-            # On gloo float32 and bf16 need it.
-            expert.set_force_sum_reduction_for_comms(True)
+            # A sum, then divided here: a factor divides twice where there is one copy.
+            expert.set_gradient_divide_factor(1)
+            expert.set_force_sum_reduction_for_comms(True)  # gloo needs it
+            expert.set_all_reduce_hook(lambda grad: grad.div_(everyone.size()))
     fully_shard(model, mesh=everyone)
 
 
