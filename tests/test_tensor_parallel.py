@@ -1159,7 +1159,7 @@ def test_what_is_frozen_stays_frozen_and_a_plan_alone_trains_norms(
 
 
 def steps_with_clipping(is_right: bool) -> list[float]:
-    """Clip a split MLP and a whole norm, in three steps; compare with one process."""
+    """Clip a split MLP and a whole norm, two parameters frozen; compare three steps."""
     layers = modules["parallel_layers"]
     n, inputs = dist.get_world_size(), torch.linspace(-1, 1, 48).view(4, 12)
     torch.manual_seed(0)
@@ -1174,12 +1174,15 @@ def steps_with_clipping(is_right: bool) -> list[float]:
     whole = [*ours[0].parameters(), rows.bias]
     assert len(sharded) + len(whole) == len(list(ours.parameters())) == 6
     for model in (alone, ours):
+        for name in ("0.bias", "1.bias"):  # one is whole, one is sharded
+            model.get_parameter(name).requires_grad_(False)
         sgd = torch.optim.SGD(model.parameters(), lr=1.0)
         for _ in range(3):
             sgd.zero_grad()
             model(inputs).square().mean().backward()
             if is_right and model is ours:
-                layers.clip_sharded(sharded, whole, 0.1)
+                # As `parameters()` gives them: once.
+                layers.clip_sharded(iter(sharded), iter(whole), 0.1)
             else:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             sgd.step()

@@ -110,6 +110,7 @@ def clip_sharded(sharded, whole, max_norm, group=None):
     gradients are equal on all ranks and count once. `clip_grad_norm_` would measure
     this rank's parts, and scale by another factor on each rank.
     """
+    sharded, whole = ([p for p in ps if p.grad is not None] for ps in (sharded, whole))
     squares = all_reduced(sum(p.grad.square().sum() for p in sharded), group)
     norm = (squares + sum(p.grad.square().sum() for p in whole)).sqrt()
     nn.utils.clip_grads_with_norm_([*sharded, *whole], max_norm, norm)
