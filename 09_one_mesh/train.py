@@ -33,7 +33,7 @@ def cut_three_times(mesh: DeviceMesh, device: torch.device) -> tuple[Stage, Any]
     # Pipeline: keep the layers of one stage.
     index, stages = mesh.get_local_rank("pipeline"), mesh["pipeline"].size()
     part = Stage(CONFIG, index, stages).to(device)
-    # Tensor: cut their matrices. What is not cut becomes a DTensor too, a whole one.
+    # Tensor: cut their matrices. All else, buffers too, becomes whole DTensors.
     plan = {name: PLAN[name] for name in PLAN if hasattr(part, name.split(".")[0])}
     parallelize_module(part, mesh["tensor"], plan)
     distribute_module(part, mesh["tensor"])

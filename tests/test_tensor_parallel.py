@@ -1287,6 +1287,47 @@ class TokenAndPosition(nn.Module):
         return torch.cat([first, x], dim=1)
 
 
+class Masked(nn.Module):
+    """A layer with a buffer, which multiplies what it returns."""
+
+    def __init__(self) -> None:
+        """Mask one of four."""
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("mask", torch.tensor([1.0, 0.0, 1.0, 1.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, 8) to (N, 4)."""
+        return self.layer(x) * self.mask
+
+
+def with_a_buffer() -> tuple[str, float]:
+    """Distribute a buffer; return what forward says, and how far its cure is off."""
+    mesh, x = init_device_mesh("cpu", (2,)), torch.linspace(-1, 1, 24).view(3, 8)
+    torch.manual_seed(0)
+    ours: Any = Masked()
+    due = ours(x).detach()
+    columns = ColwiseParallel(output_layouts=train.Replicate())
+    parallelize_module(ours, mesh, {"layer": columns})
+    assert torch.allclose(ours(x), due, atol=1e-6)
+    train.distribute_module(ours, mesh)
+    with pytest.raises(RuntimeError) as refused:
+        ours(x)
+    ours.mask = ours.mask.to_local()
+    assert "mask" in dict(ours.named_buffers())
+    return str(refused.value), (ours(x) - due).abs().max().item()
+
+
+def test_distributed_buffers_meet_plain_activations_until_they_are_put_back(
+    worker_pool: WorkerPool,
+) -> None:
+    ends = worker_pool.run(with_a_buffer)
+    assert len(ends) == 2
+    for said, apart in ends:
+        assert said.startswith("aten.mul.Tensor got mixed torch.Tensor and DTensor")
+        assert apart < 1e-6
+
+
 def encoder() -> nn.TransformerEncoderLayer:
     """Build a small one of torch."""
     return nn.TransformerEncoderLayer(8, 4, 16, batch_first=True)
