@@ -60,6 +60,23 @@ def all_draws() -> dict[str, list[list[float]]]:
     return {name: [list(e.values()) for e in epochs] for name, epochs in ways.items()}
 
 
+def test_without_workers_a_loaders_generator_seeds_nothing() -> None:
+    class Drawn(Dataset):
+        def __getitem__(self, index: int) -> float:
+            return torch.rand(()).item()
+
+        def __len__(self) -> int:
+            return 2
+
+    drawn = []
+    for rank in (0, 1):
+        generator = torch.Generator().manual_seed(rank)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            drawn.append(list(DataLoader(Drawn(), None, generator=generator)))
+    assert len(drawn[0]) == 2 and drawn[0] == drawn[1]
+
+
 @pytest.mark.slow
 def test_workers_draw_alike_unless_the_rank_is_in_their_seed(
     worker_pool: WorkerPool,

@@ -11,6 +11,7 @@ import re
 import resource
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -1239,20 +1240,27 @@ def test_unequally_many_gradients_abort_gloo(worker_pool: WorkerPool) -> None:
 EMPTY_SHARD = "cannot compute the infinity norm on an empty tensor"
 
 
+def clip_by_the_largest(parameters: Iterable[Any], most: float) -> None:
+    """Scale all gradients so that their largest value is `most`; all ranks call it."""
+    weights = [p for p in parameters if p.grad is not None]
+    shards = [p.grad.to_local().abs().flatten() for p in weights]
+    norm = torch.cat([shards[0].new_zeros(1), *shards]).max()
+    dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+    nn.utils.clip_grads_with_norm_(weights, most, norm)
+
+
 def clipped_by_the_largest() -> tuple[str, list[float]]:
     """Clip by norm_type=inf where this rank has no row; then by hand, on all ranks."""
     model: Any = nn.Linear(4, 1)
+    model.bias.requires_grad_(False)  # so it has no gradient
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     (model(torch.tensor([[1.0, 2.0, -5.0, 4.0]])) * 2).sum().backward()
-    weights, said = list(model.parameters()), ""
+    said = ""
     if dist.get_rank() == 1:  # rank 0 would wait
         with pytest.raises(RuntimeError) as error:
-            nn.utils.clip_grad_norm_(weights, 1.0, norm_type=math.inf)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=math.inf)
         said = str(error.value)
-    shards = [p.grad.to_local().abs().flatten() for p in weights]
-    norm = torch.cat([torch.zeros(1), *shards]).max()
-    dist.all_reduce(norm, op=dist.ReduceOp.MAX)
-    nn.utils.clip_grads_with_norm_(weights, 1.0, norm)
+    clip_by_the_largest(model.parameters(), 1.0)
     return said, model.weight.grad.full_tensor().flatten().tolist()
 
 

@@ -31,10 +31,11 @@ import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
+from pathlib import Path, PosixPath
 from pickle import UnpicklingError
+from subprocess import TimeoutExpired
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -153,7 +154,10 @@ def fault(quotation: Quotation, tree: Tree, provoked: str = "") -> str:
 # a reader would see of it.
 
 
-EXPECTED = (RuntimeError, ValueError, UnpicklingError, AssertionError, AttributeError)
+EXPECTED = (
+    *(RuntimeError, ValueError, UnpicklingError, AssertionError, AttributeError),
+    IndexError,
+)
 
 
 def error_of(call: Callable[[], object]) -> str:
@@ -284,6 +288,67 @@ def half_weights() -> str:
     return error_of(lambda: scaler.step(sgd))
 
 
+def no_such_row() -> str:
+    """Look up an id, and a class, that is not there."""
+    embedding, scores = torch.nn.Embedding(3, 2), torch.ones(1, 3)
+    cross_entropy = torch.nn.functional.cross_entropy
+    said = [error_of(lambda: embedding(torch.tensor([3])))]
+    for label in (3, -1):
+        labels = torch.tensor([label])
+        said.append(error_of(partial(cross_entropy, scores, labels)))
+    # The class that counts for nothing; it is a mean over no samples.
+    assert cross_entropy(scores, torch.tensor([-100])).isnan()
+    return "\n".join(said)
+
+
+def two_devices() -> str:
+    """Move a model that keeps a tensor as an attribute, then one with a buffer."""
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * self.scale
+
+    said, meta = [], torch.device("meta")  # the one other device that every machine has
+    for is_buffer in (False, True):
+        model: Any = Scaled(2, 2)
+        if is_buffer:
+            model.register_buffer("scale", torch.ones(2))
+        else:
+            model.scale = torch.ones(2)
+        model.to(meta)
+        said.append(error_of(partial(model, torch.ones(1, 2, device=meta))))
+    assert said.pop().startswith("no error, but tensor(..., device='meta'")
+    return "\n".join(said)
+
+
+def carry_a_state(way: str) -> None:
+    """Take three steps, each with a state of the step before."""
+    layer = torch.nn.Linear(2, 2)
+    sgd, state = torch.optim.SGD(layer.parameters(), lr=0.1), torch.ones(1, 2)
+    for _ in range(3):
+        state = torch.tanh(layer(state))
+        state.sum().backward(retain_graph=way == "retain_graph")
+        sgd.step()
+        if way == "detached":
+            state = state.detach()
+
+
+def second_backward() -> str:
+    """Carry a state as it is, with its graph, and without."""
+    ways = ("as it is", "retain_graph", "detached")
+    *said, last = [error_of(partial(carry_a_state, way)) for way in ways]
+    assert last == "no error, but None"
+    assert said[1].startswith("one of the variables needed for gradient computation")
+    return "\n".join(said)
+
+
+def written_over() -> str:
+    """Write into an activation that backward needs."""
+    hidden = torch.sigmoid(torch.nn.Linear(3, 3)(torch.ones(1, 3)))
+    hidden += 1
+    return error_of(hidden.sum().backward)
+
+
 def frozen_inputs() -> str:
     """Recompute a layer behind a frozen embedding in both ways, of which one works."""
     embedding = torch.nn.Embedding(2, 2).requires_grad_(False)
@@ -296,6 +361,14 @@ def frozen_inputs() -> str:
         said += [str(one.message) for one in warned]
         said.append(error_of(result.sum().backward))
     assert layer.weight.grad is not None and said.pop() == "no error, but None"
+    # The same without recomputation: what has no graph.
+    with torch.no_grad():
+        ways = [layer(torch.ones(1, 2)).sum()]
+    ways.append(layer(torch.ones(1, 2)).detach().sum())
+    ways.append((layer(torch.ones(1, 2)).argmax(-1) == 0).float().mean())
+    ways.append(torch.tensor(layer(torch.ones(1, 2)).sum().item()))
+    assert [loss.grad_fn for loss in ways] == [None] * 4
+    assert {error_of(loss.backward) for loss in ways} == {said[-1]}
     return "\n".join(said)
 
 
@@ -333,8 +406,18 @@ def cut_file() -> str:
 def foreign_object() -> str:
     """Load a checkpoint that holds more than tensors and plain values."""
     with scratch_file() as path:
-        torch.save({"options": argparse.Namespace(lr=0.1)}, path)
-        return error_of(lambda: torch.load(path))
+        found = {"options": argparse.Namespace(lr=0.1), "data": Path("data")}
+        torch.save(found, path)
+        said = [error_of(lambda: torch.load(path))]
+        listed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        assert set(listed) == {"argparse.Namespace", "pathlib.PosixPath"}
+        with torch.serialization.safe_globals([argparse.Namespace, PosixPath]):
+            assert torch.load(path) == found
+        # What Git LFS leaves in place of a file.
+        Path(path).write_text("version https://git-lfs.github.com/spec/v1")
+        said.append(error_of(lambda: torch.load(path)))
+        said.append(error_of(lambda: torch.load(path, weights_only=False)))
+        return "\n".join(said)
 
 
 def two_writers() -> str:
@@ -360,7 +443,16 @@ def wrapped_names() -> str:
     """Load what DDP's own state_dict holds into the plain model."""
     model = torch.nn.Linear(2, 1)
     ddp_model = torch.nn.parallel.DistributedDataParallel(model)
-    return error_of(lambda: model.load_state_dict(ddp_model.state_dict()))
+    said = [error_of(lambda: model.load_state_dict(ddp_model.state_dict()))]
+    said.append(error_of(lambda: ddp_model.load_state_dict(model.state_dict())))
+    ddp_model.module.load_state_dict(model.state_dict())
+    compiled: Any = torch.compile(model)
+    said.append(error_of(lambda: model.load_state_dict(compiled.state_dict())))
+    model.load_state_dict(compiled._orig_mod.state_dict())
+    other = torch.nn.Linear(2, 1)
+    other.compile()
+    assert list(other.state_dict()) == ["weight", "bias"]
+    return "\n".join(said)
 
 
 def not_joined() -> str:
@@ -708,7 +800,12 @@ show(scaler.update_scale, True)
 os._exit(0)
 """
 
-KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+KILLED = """
+import os, signal
+for name in ("RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+    print(name, "is set" if name in os.environ else "is not set", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def unknown_name() -> str:
@@ -736,7 +833,9 @@ def killed_under_deepspeed() -> str:
         script = Path(folder, "killed.py")
         script.write_text(KILLED)
         environment = clean_environment(DS_ACCELERATOR="cpu")
-        return deepspeed(script, num_ranks=1, env=environment).output
+        output = deepspeed(script, num_ranks=1, env=environment).output
+    assert "RANK is set\nLOCAL_SIZE is set\nLOCAL_WORLD_SIZE is not set\n" in output
+    return output
 
 
 def store_gone() -> str:
@@ -858,7 +957,8 @@ IN_A_WORKER = [
     *(not_joined, local_function, wrapper_and_model, all_frozen, mesh_too_large),
     *(own_divisor, two_dtypes, no_strategy, few_samples, fixed_heads, more_ranks),
     *(forked_cuda, closed_rendezvous, skipped_step, half_weights, frozen_inputs),
-    *(shared_tensors, too_large, viewed_output),
+    *(shared_tensors, too_large, viewed_output, no_such_row, two_devices),
+    *(second_backward, written_over),
 ]
 IN_A_PROCESS = [
     *(unknown_name, dead_address, left_early, peer_gone, store_gone, thread_left),
@@ -908,6 +1008,99 @@ def test_nohup_does_not_save_torchrun_from_a_closed_terminal() -> None:
     assert status == "status 1"
     lines = terminal_closed("--signals-to-handle=SIGTERM,SIGINT,SIGQUIT").splitlines()
     assert lines[-2:] == ["done", "status 0"]
+
+
+def test_torchrun_kills_a_rank_that_heeds_no_signal_after_half_a_minute() -> None:
+    from torch.distributed.elastic.agent.server import local_elastic_agent
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+    # What it does to the other ranks of one that has failed.
+    rank, context = mock.Mock(), object.__new__(SubprocessContext)
+    rank.proc.poll.return_value = None
+    rank.proc.wait.side_effect = TimeoutExpired("", 30)
+    context.subprocess_handlers = {1: rank}
+    agent = object.__new__(local_elastic_agent.LocalElasticAgent)
+    agent._worker_watchdog = agent._health_check_server = None
+    agent._pcontext = mock.Mock(close=context._close)
+    agent._shutdown()
+    sent = [call.kwargs["death_sig"].name for call in rank.close.call_args_list]
+    assert sent == ["SIGTERM", "SIGKILL"]
+    assert rank.proc.wait.call_args_list[0].args[0] == pytest.approx(30, abs=1)
+
+
+def stores_without_libuv(folder: str) -> list[bool | str]:
+    """Set USE_LIBUV=0; say which stores nevertheless use it, or which kind they are."""
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousParameters,
+        c10d_rendezvous_backend,
+        static_tcp_rendezvous,
+    )
+
+    settings = {"is_host": True, "rank": 0}
+    static = RendezvousParameters("static", "127.0.0.1:0", "job", 1, 1, **settings)
+    with mock.patch.dict(os.environ, USE_LIBUV="0"):
+        plain, *_ = next(
+            iter(dist.rendezvous("tcp://127.0.0.1:0", rank=0, world_size=1))
+        )
+        stores: list[Any] = [
+            plain,
+            static_tcp_rendezvous.create_rdzv_handler(static).next_rendezvous().store,
+        ]
+        for endpoint, kind in (("127.0.0.1:0", "tcp"), (f"{folder}/store", "file")):
+            c10d = RendezvousParameters("c10d", endpoint, "job", 1, 1, store_type=kind)
+            stores.append(c10d_rendezvous_backend.create_backend(c10d)[1])
+    inner = [getattr(store, "underlying_store", store) for store in stores]
+    return [getattr(store, "libuvBackend", type(store).__name__) for store in inner]
+
+
+def test_torchrun_does_not_ask_whether_to_use_libuv(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    (found,) = worker_pool.run(stores_without_libuv, str(tmp_path), world_size=1)
+    # Plain python; torchrun's static, c10d, and c10d with a file.
+    assert found == [False, True, True, "FileStore"]
+
+
+class Failing(torch.autograd.Function):
+    """Hand on a tensor; for one of another length than 1, fail in backward."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy the tensor."""
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Hand on the gradient."""
+        if len(gradient) != 1:
+            raise RuntimeError("pretend to be out of memory")
+        return gradient
+
+
+def take_a_step(model: torch.nn.Module, batch: torch.Tensor) -> None:
+    """Compute gradients."""
+    model(batch).sum().backward()
+
+
+def skip_a_batch(settings: dict[str, bool]) -> list[str]:
+    """Catch what backward raises for the second of three batches, and go on."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda *tensors: Failing.apply(tensors[-1]))
+    ddp_model = torch.nn.parallel.DistributedDataParallel(model, **settings)
+    return [error_of(partial(take_a_step, ddp_model, x)) for x in BATCHES]
+
+
+BATCHES = [torch.ones(length, 2) for length in (1, 2, 1)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}])
+def test_ddp_goes_on_after_no_backward_that_has_raised(
+    worker_pool: WorkerPool, settings: dict[str, bool]
+) -> None:
+    (said,) = worker_pool.run(skip_a_batch, settings, world_size=1)
+    first, second, third = said
+    assert (first, second) == ("no error, but None", "pretend to be out of memory")
+    assert third.startswith("Expected to have finished reduction")
 
 
 def test_only_a_barrier_says_that_all_ranks_have_joined() -> None:
