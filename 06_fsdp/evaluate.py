@@ -13,6 +13,7 @@ from zipfile import is_zipfile
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 
 from data import WindowDataset, load_text
 from finetune import FILE, load_in_shards
@@ -23,9 +24,16 @@ BATCH_SIZE, SAMPLES = 16, 50
 PROMPT = b"def ", 40, 0.7, 0  # 40 bytes more, at this temperature, from this seed
 
 
+def free_gathered(model: Any) -> None:
+    """Let all units have shards alone; after a forward pass the root stays whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # of this unit, and none within it
+
+
 @torch.no_grad()
 def validation_loss(model: Any, samples: WindowDataset, device: torch.device) -> float:
-    """Return the mean loss over all samples, each counted once; every rank calls it."""
+    """Return the mean loss of samples with equally many labels; every rank calls it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     total = torch.zeros(2, device=device)  # the sum of the losses, and their number
     training = [module for module in model.modules() if module.training]
@@ -36,11 +44,12 @@ def validation_loss(model: Any, samples: WindowDataset, device: torch.device) ->
         # A rank that has none left runs sample 0, uncounted: others need its shards.
         inputs, labels = (part.to(device) for part in samples.batch(mine or [0]))
         logits = model(inputs).float()
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        total += torch.stack([loss * len(mine), loss.new_tensor(len(mine))])
+        if mine:
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            total += torch.stack([loss * len(mine), loss.new_tensor(len(mine))])
     for module in training:  # a frozen part may have been in eval() before
         module.training = True
-    model.reshard()  # the root, which no backward pass frees
+    free_gathered(model)  # as a backward pass would
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 
@@ -54,9 +63,8 @@ def gathered_once(model: Any) -> Iterator[None]:
         yield
     finally:
         for block in model.blocks:
-            block.set_reshard_after_forward(True)
-            block.reshard()
-        model.reshard()
+            block.set_reshard_after_forward(True)  # the default
+        free_gathered(model)
 
 
 def main() -> None:

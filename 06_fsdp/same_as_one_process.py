@@ -10,8 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 def plain_step(model, optimizer, loss_of, batch):
     """Train on a batch and return its mean loss; your own step may accumulate."""
     optimizer.zero_grad()
-    loss = loss_of(model, batch)
-    loss.backward()
+    (loss := loss_of(model, batch)).backward()
     getattr(model, "finish_gradient_sync", lambda: None)()  # DDP needs no such call
     optimizer.step()
     return loss
@@ -25,8 +24,9 @@ def states(model, wrapped, batches, loss_of, train_step, lr):
             loss = train_step(wrapped, optimizer, loss_of, batch).detach().clone()
             dist.all_reduce(loss, op=dist.ReduceOp.AVG)
         named = [("loss", loss), *model.named_parameters(), *model.named_buffers()]
-        whole = {name: getattr(t, "full_tensor", t.detach)() for name, t in named}
-        yield {name: t.detach().cpu().cdouble().clone() for name, t in whole.items()}
+        cut = "_checkpoint_wrapped_module."  # activation checkpointing adds it
+        whole = [(n, getattr(t, "full_tensor", t.detach)()) for n, t in named]
+        yield {n.replace(cut, ""): t.detach().cpu().cdouble().clone() for n, t in whole}
 
 
 def same_as_one_process(

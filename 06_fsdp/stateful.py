@@ -29,8 +29,8 @@ class Training(Stateful):
 
         Raises `RuntimeError` if there are gradients, and no state of the optimizer,
         which SGD without momentum never has. Before the first step it makes one of
-        zeros, with which NAdam, ASGD, Rprop and SGD with dampening do not begin: save
-        those later.
+        zeros, with which NAdam, ASGD, Rprop (which steps no shards) and SGD with
+        dampening do not begin: save those later.
         """
         groups, is_new = self.optimizer.param_groups, not self.optimizer.state
         if is_new and any(p.grad is not None for g in groups for p in g["params"]):

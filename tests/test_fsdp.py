@@ -850,6 +850,12 @@ def ending_of_evaluate(path: Path, fault: str) -> tuple[Any, str]:
     """Run evaluate.py on a file, with a fault; return how it ends."""
     lesson: Any = load_chapter(CHAPTER)["evaluate"]
     load, reduce = lesson.load_in_shards, dist.all_reduce
+    take = lesson.WindowDataset.batch
+
+    def without_labels(samples: Any, which: Any) -> list[torch.Tensor]:
+        """Sample 0 alone, as a rank runs it that has none left, has a loss of NaN."""
+        inputs, labels = take(samples, which)
+        return [inputs, labels.fill_(-100) if which == [0] else labels]
 
     def load_badly(device: torch.device) -> Any:
         model = load(device)
@@ -861,14 +867,14 @@ def ending_of_evaluate(path: Path, fault: str) -> tuple[Any, str]:
         if fault != "a rank's own loss" or tensor.shape != (2,):
             return reduce(tensor, **words)
 
-    def count_badly(things: Any) -> int:
-        is_missing = fault == "a sample too many" and isinstance(things, range)
-        return max(1, len(things)) if is_missing else len(things)
+    def range_badly(*ends: int) -> range:
+        return range(*ends) or range(fault == "a sample too many")
 
     with (
         mock.patch.dict(load.__globals__, FILE=path, GPTConfig=small_gpt),
         mock.patch.object(dist, "all_reduce", reduce_badly),
-        mock.patch.object(lesson, "len", count_badly, create=True),
+        mock.patch.object(lesson, "range", range_badly, create=True),
+        mock.patch.object(lesson.WindowDataset, "batch", without_labels),
     ):
         words = {"FILE": path, "GPTConfig": small_gpt, "SAMPLES": 49}
         return ending(CHAPTER, "evaluate", load_in_shards=load_badly, **words)
@@ -942,6 +948,44 @@ def test_weights_are_gathered_once_for_a_text_and_freed(
         # Of 33 samples in batches of 16 the third rank has one.
         assert passes == 1 and again == 1 + 2 * 2
         assert kinds == {"DTensor"} and kept == pytest.approx(1 / 3, abs=0.02)
+
+
+def freed_after(way: str) -> tuple[list[int], int]:
+    """Run a model in a way; return which weights stay whole, and later all-gathers.
+
+    Each block has a unit within it, and some units are to stay whole after forward.
+    """
+    modules = load_chapter(CHAPTER)
+    lesson, log = modules["evaluate"], modules["counters"].CollectiveLog
+    mesh, stays = init_device_mesh("cpu", (2,)), way == "evaluated"
+    model: Any = modules["model"].GPT(small_gpt())
+    for block in model.blocks:
+        fully_shard(block.mlp_in, mesh=mesh, reshard_after_forward=not stays)
+        fully_shard(block, mesh=mesh, reshard_after_forward=not stays)
+    fully_shard(model, mesh=mesh)
+    if stays:
+        samples = lesson.WindowDataset(lesson.load_text(None, 128)[1], 128, 4)
+        lesson.validation_loss(model, samples, torch.device("cpu"))
+    else:
+        with torch.no_grad(), lesson.gathered_once(model):
+            model(torch.zeros(1, 4, dtype=torch.long))
+    weights = enumerate(model.parameters())
+    whole = [number for number, w in weights if not isinstance(w, DTensor)]
+    with torch.no_grad(), log() as gathers:
+        for _ in range(2):
+            model(torch.zeros(1, 4, dtype=torch.long))
+    model.reshard()
+    return whole, len(gathers.calls)
+
+
+@pytest.mark.parametrize("way", ["evaluated", "gathered once"])
+def test_units_within_blocks_are_freed_as_well(
+    worker_pool: WorkerPool, way: str
+) -> None:
+    found = worker_pool.run(freed_after, way)
+    # The root; and two units of each of two blocks, which are freed or stay.
+    gathers = 1 + 4 * (1 if way == "evaluated" else 2)
+    assert found == [([], gathers)] * 2
 
 
 def embed(self: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -1417,6 +1461,47 @@ def test_an_optimizer_that_does_not_begin_with_zeros_is_saved_later(
     assert len(ends) == 2 and min(apart for apart, _ in ends) > 1e-3
 
 
+def refused_shards() -> list[str]:
+    """Let PyTorch's optimizers of dense gradients step; name those that shards stop.
+
+    The others step as one process does, Muon nearly: it computes in bf16.
+    """
+    refused, mesh = [], init_device_mesh("cpu", (dist.get_world_size(),))
+    names = {name for name in torch.optim.__all__ if name[0].isupper()}
+    for name in sorted(names - {"Optimizer", "SparseAdam"}):
+        torch.manual_seed(0)
+        plain = nn.Linear(4, 4, bias=False)
+        sharded = copy.deepcopy(plain)
+        fully_shard(sharded, mesh=mesh)
+        for layer in (plain, sharded):
+            optimizer = getattr(torch.optim, name)(layer.parameters(), lr=0.1)
+
+            def loss(layer: Any = layer, optimizer: Any = optimizer) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = (layer(torch.ones(4, 4)) - 1).square().mean()
+                loss.backward()
+                return loss
+
+            try:
+                for _ in range(3):
+                    optimizer.step(loss)
+            except RuntimeError as error:
+                assert layer is sharded and "placement" in str(error), error
+                refused.append(name)
+        if name not in refused:
+            weight: Any = sharded.weight
+            torch.testing.assert_close(
+                weight.full_tensor(), plain.weight, rtol=0, atol=1e-3
+            )
+    return refused
+
+
+def test_all_optimizers_but_two_step_shards(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(refused_shards) == [["Adafactor", "Rprop"]] * 2
+    page = (ROOT / CHAPTER / "README.md").read_text()
+    assert "`Adafactor` and `Rprop`" in page
+
+
 class Kept:
     """Has a state of two numbers, by a text and by a number, and of a tensor."""
 
@@ -1634,8 +1719,12 @@ def test_newest_checkpoint_has_the_largest_number_of_those_that_are_whole(
         (tmp_path / f"step_{number}").mkdir()
     for number in (9, 10):
         (tmp_path / f"step_{number}" / ".metadata").touch()
-    newest = load_chapter(CHECKPOINTS)["async_checkpoint"].newest_whole(tmp_path)
-    assert newest == tmp_path / "step_10"
+    newest_whole = load_chapter(CHECKPOINTS)["async_checkpoint"].newest_whole
+    assert newest_whole(tmp_path) == tmp_path / "step_10"
+    (tmp_path / "step_10").rename(tmp_path / "step_10.old")
+    assert newest_whole(tmp_path) == tmp_path / "step_9"
+    (tmp_path / "step_9" / ".metadata").unlink()
+    assert newest_whole(tmp_path) is None
 
 
 @pytest.mark.parametrize("fault", ["late", "no second step"])

@@ -11,6 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -226,6 +229,13 @@ def shard_parameters(model: nn.Module) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
+def checkpoint_and_shard(model: Any) -> Any:
+    """Activation checkpointing, then FSDP2; the wrappers rename parameters."""
+    for i in (0, 2):
+        model[i] = checkpoint_wrapper(model[i])
+    return shard_parameters(model)
+
+
 def cut_matrices(model: nn.Module, mesh: Any = None) -> nn.Module:
     """Tensor parallelism: the first matrix by columns, the second by rows."""
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
@@ -368,6 +378,7 @@ RIGHT: dict[str, Case] = {
     "FlatDDP": {"wrap": partial(by_chapter_02, "flat", "FlatDDP")},
     "BucketedDDP": {"wrap": partial(by_chapter_02, "bucketed", "BucketedDDP")},
     "FSDP2": {"build": build_mlp, "wrap": shard_parameters},
+    "FSDP2, activations": {"build": build_mlp, "wrap": checkpoint_and_shard},
     "tensor parallel": TENSOR_PARALLEL,
     "by hand": {"wrap": ByHand},
     "by hand, buffers too": {
@@ -409,7 +420,7 @@ def test_what_trains_as_one_process_does_is_accepted(
     worker_pool: WorkerPool, world_size: int
 ) -> None:
     answers = answers_of(worker_pool, RIGHT, world_size)
-    mlp = dict.fromkeys(["FSDP2", "tensor parallel"], 4)
+    mlp = dict.fromkeys(["FSDP2", "FSDP2, activations", "tensor parallel"], 4)
     check_right(answers, mlp | {"by hand, buffers too": 3, "complex weights": 1})
 
 

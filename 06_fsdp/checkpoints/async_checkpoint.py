@@ -50,10 +50,11 @@ def save_in_background(
     return future
 
 
-def newest_whole(folder: Path) -> Path:
-    """Return the newest checkpoint whose last file, `.metadata`, is there."""
-    whole = [path.parent for path in folder.glob("step_*/.metadata")]
-    return max(whole, key=lambda path: int(path.name.removeprefix("step_")))
+def newest_whole(folder: Path) -> Path | None:
+    """Return the newest checkpoint whose last file, `.metadata`, is there, if any."""
+    names = [path.parent.name for path in folder.glob("step_*/.metadata")]
+    whole = {int(name[5:]): folder / name for name in names if name[5:].isdecimal()}
+    return whole[max(whole)] if whole else None
 
 
 def main() -> None:
@@ -78,6 +79,7 @@ def main() -> None:
         files = sorted(path.name for path in (folder / "step_2").iterdir())
         say(f"saving step 2 failed: {type(error).__name__}; it left {files}")
         newest = newest_whole(folder)
+        assert newest, "step 1 was saved"
         dcp.load({"run": training}, checkpoint_id=newest)
         weights = training.model.state_dict().values()
         loaded = torch.cat([w.full_tensor().flatten() for w in weights])

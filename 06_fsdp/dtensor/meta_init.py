@@ -46,7 +46,8 @@ def shards_differ(weight: DTensor) -> bool:
     """
     dim = weight.placements.index(Shard(0))  # of the mesh; others hold copies
     first, second, *_ = weight.full_tensor().chunk(weight.device_mesh.size(dim))
-    # Not torch.equal: of a shorter copy the CPU draws the last 16 values otherwise.
+    # Not torch.equal: where 16 does not divide a shard's values, the CPU draws its last
+    # 16 anew, so that copies which differ in length end otherwise.
     return (first[: len(second)] == second).float().mean().item() < 0.5
 
 

@@ -25,9 +25,9 @@ def main() -> None:
         fully_shard(module, mesh=mesh)
     with torch.no_grad():
         model(torch.ones(1, 4))
-    # WRONG: after a forward pass the root stays gathered: backward mostly follows.
-    # So the optimizer gets the root's whole weight, which is soon freed. Build it
-    # before, or call model.reshard() here.
+    # WRONG: a forward pass leaves the root gathered, as backward mostly follows. So
+    # the optimizer gets the root's whole weight, which is soon freed. Build it before,
+    # or call model.reshard() here.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(3):
         model(torch.ones(1, 4)).square().mean().backward()
