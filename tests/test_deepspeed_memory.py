@@ -1159,7 +1159,6 @@ def test_what_is_no_model_of_one_s_own_is_refused_in_a_line(
         with pytest.raises(SystemExit) as error:
             fit.main(SimpleNamespace(**words, **settings))
         torch.set_default_dtype(torch.float32)
-        torch.backends.mkldnn.enabled = True
         said = f"{error.value}{capsys.readouterr().err}"
         hint = "half_frozen, inputs made in the loss" in said
         assert what in said and place in said and hint == ("its code" not in what)

@@ -80,9 +80,12 @@ def job_of_module(place: str, precision: str = "bf16", **settings: Any) -> Job:
         model, loss_of_model = build()
     # Fake tensors have no memory either, but the kernels of a real device: attention on
     # the meta device would keep more, and oneDNN's LSTM shows little of what it keeps.
-    torch.backends.mkldnn.enabled = False
     fake: dict[torch.Tensor, torch.Tensor] = {}
-    with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with (
+        FakeTensorMode(),
+        torch.backends.mkldnn.flags(enabled=False),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
+    ):
         for module in model.modules():
             for named in (module._parameters, module._buffers):
                 for name, tensor in named.items():
@@ -91,7 +94,6 @@ def job_of_module(place: str, precision: str = "bf16", **settings: Any) -> Job:
                         fake[tensor] = empty.requires_grad_(tensor.requires_grad)
                     named[name] = tensor if tensor is None else fake[tensor]
         loss = loss_of_model()
-    torch.backends.mkldnn.enabled = True
     torch.set_default_dtype(torch.float32)
     for tensor in fake.values():
         kept.pop(tensor.untyped_storage(), None)
