@@ -1082,11 +1082,21 @@ def take_a_step(model: torch.nn.Module, batch: torch.Tensor) -> None:
 
 
 def skip_a_batch(settings: dict[str, Any]) -> list[str]:
-    """Catch what backward raises for the second of three batches, and go on."""
+    """Catch what backward raises for the second of three batches, and go on.
+
+    Then make DDP anew, first beside the old one and then in its place.
+    """
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].register_forward_hook(watch)
-    ddp_model = torch.nn.parallel.DistributedDataParallel(model, **settings)
-    return [error_of(partial(take_a_step, ddp_model, x)) for x in BATCHES]
+    ddp = torch.nn.parallel.DistributedDataParallel
+    ddp_model = ddp(model, **settings)
+    said = [error_of(partial(take_a_step, ddp_model, x)) for x in BATCHES]
+    beside = ddp(model, **settings)
+    said.append(error_of(partial(take_a_step, beside, BATCHES[0])))
+    del beside
+    ddp_model = ddp(model, **settings)
+    steps = [error_of(partial(take_a_step, ddp_model, BATCHES[0])) for _ in range(2)]
+    return [*said, *steps]
 
 
 BATCHES = [torch.ones(length, 2) for length in (1, 2, 1)]
@@ -1096,10 +1106,13 @@ BATCHES = [torch.ones(length, 2) for length in (1, 2, 1)]
 def test_ddp_goes_on_after_no_backward_that_has_raised(
     worker_pool: WorkerPool, settings: dict[str, Any]
 ) -> None:
-    (said,) = worker_pool.run(skip_a_batch, settings, world_size=1)
-    first, second, third = said
-    assert (first, second) == ("no error, but None", "pretend to be out of memory")
+    said, other = worker_pool.run(skip_a_batch, settings)
+    first, second, third, beside, *anew = said
+    well = "no error, but None"
+    assert (first, second) == (well, "pretend to be out of memory")
     assert third.startswith("Expected to have finished reduction")
+    assert beside.startswith("Expected to mark a variable ready only once")
+    assert anew == other[4:] == [well] * 2
 
 
 def test_only_a_barrier_says_that_all_ranks_have_joined() -> None:

@@ -161,7 +161,8 @@ def main(options: argparse.Namespace) -> None:
         except Exception as error:  # of the reader's own code
             what = f"{type(error).__name__}: {error}".split("\n")[0]
             expected = (
-                "expected FILE.py:FUNCTION, as half_frozen, inputs made in the loss"
+                "write FILE.py:FUNCTION like this script's half_frozen, inputs made "
+                "in the loss"
             )
             fail(f"--module {options.module}: {what[:99]}; {expected}")
     if options.model:  # the hub would tell of every attempt to reach it
