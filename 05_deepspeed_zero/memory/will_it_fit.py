@@ -83,7 +83,7 @@ def job_of_module(place: str, precision: str = "bf16", **settings: Any) -> Job:
     fake: dict[torch.Tensor, torch.Tensor] = {}
     with (
         FakeTensorMode(),
-        torch.backends.mkldnn.flags(enabled=False),
+        torch.backends.mkldnn.flags(enabled=False, allow_tf32=None),  # else it warns
         torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
     ):
         for module in model.modules():
