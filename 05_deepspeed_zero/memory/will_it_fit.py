@@ -81,9 +81,10 @@ def job_of_module(place: str, precision: str = "bf16", **settings: Any) -> Job:
     # Fake tensors have no memory either, but the kernels of a real device: attention on
     # the meta device would keep more, and oneDNN's LSTM shows little of what it keeps.
     fake: dict[torch.Tensor, torch.Tensor] = {}
+    as_it_is: Any = None  # setting it would warn
     with (
         FakeTensorMode(),
-        torch.backends.mkldnn.flags(enabled=False, allow_tf32=None),  # else it warns
+        torch.backends.mkldnn.flags(enabled=False, allow_tf32=as_it_is),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
     ):
         for module in model.modules():
