@@ -85,7 +85,7 @@ class Run(NamedTuple):
 
 def run_train(*words: str) -> Run:
     """Be a rank of train.py in the pool's group, from the command line to the end."""
-    train, steps = module("train"), []
+    train, gpt, steps = module("train"), module("model").GPT, []
     status: Any = 0
     output, errors = io.StringIO(), io.StringIO()
     add = train.data.Tally.add
@@ -99,6 +99,7 @@ def run_train(*words: str) -> Run:
         in_the_pool(train.ranks, *words),
         importable(CHAPTER),  # for workers that load data
         mock.patch.object(train.data.Tally, "add", note_samples),
+        mock.patch.object(gpt, "generate", return_value="..."),  # it is slow
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(errors),
     ):

@@ -877,6 +877,7 @@ def ending_of_evaluate(path: Path, fault: str) -> tuple[Any, str]:
         mock.patch.object(lesson.WindowDataset, "batch", without_labels),
     ):
         words = {"FILE": path, "GPTConfig": small_gpt, "SAMPLES": 49}
+        words["PROMPT"] = (b"def ", 10, 0.7, 0)
         return ending(CHAPTER, "evaluate", load_in_shards=load_badly, **words)
 
 

@@ -412,7 +412,10 @@ def accepts_training(lesson: Any, *words: str) -> bool:
         options = lesson.ranks.read_options
         with in_the_pool(lesson.ranks, *TINY, *words, f"--text={path}"):
             options = lesson.ranks.read_options(**lesson.OPTIONS)
-        with mock.patch.multiple(lesson.ranks, join=always(CPU), leave=always(None)):
+        with (
+            mock.patch.multiple(lesson.ranks, join=always(CPU), leave=always(None)),
+            mock.patch.object(lesson.GPT, "generate", always("...")),  # is slow
+        ):
             return accepts(lesson, run=lambda: lesson.main(options))
 
 

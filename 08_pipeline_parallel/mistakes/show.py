@@ -4,6 +4,7 @@ Run: python 08_pipeline_parallel/mistakes/show.py both_send_first batch_norm
 Expect: the last lines of both ranks, wrapped, and their exit codes.
 """
 
+import importlib
 import os
 import re
 import runpy
@@ -60,7 +61,9 @@ def main() -> None:
     if wrong or not names:
         print(f"show.py: {wrong}choose from {', '.join(known)}", file=sys.stderr)
         sys.exit(2)
-    import torch.distributed as dist  # only once: each rank is a fork of this process
+    # Only once: each rank is a fork of this process, and an optimizer imports this.
+    importlib.import_module("torch._dynamo")
+    import torch.distributed as dist
 
     sockets = {name: socket.create_server(("127.0.0.1", 0)) for name in names}
     started: dict[str, list[tuple[ForkProcess, IO[str]]]] = {name: [] for name in names}

@@ -59,6 +59,10 @@ FORKS = multiprocessing.get_context("forkserver")
 IMPORTED = ["torch.distributed.nn", "torch._dynamo", "deepspeed"]
 IMPORTED += ["deepspeed.runtime.zero.muon.muon_optimizer"]
 IMPORTED += ["transformers.models.qwen2.modeling_qwen2"]
+# And these, since every worker imports the test files.
+IMPORTED += ["pytest", "markdown_it", "matplotlib.pyplot", "torch.utils.tensorboard"]
+IMPORTED += ["torch.distributed.optim", "torch.distributed.pipelining"]
+IMPORTED += ["torch.distributed.tensor.debug"]
 if sys.platform == "linux":  # elsewhere some libraries do not survive a fork
     FORKS.set_forkserver_preload(IMPORTED)
 
