@@ -184,8 +184,9 @@ def train_every_stage(names: list[str]) -> dict[tuple[str, int], dict[str, Tenso
     for name in names:
         make, settings, schedule, k = OPTIMIZERS[name]
         for stage in STAGES:
-            # Stage 3 gives every rank rank 0's weights; in the others they are equal.
-            module = build(seed=7 if stage < 3 else 7 + dist.get_rank())
+            module = build(seed=7 + dist.get_rank())  # rank 0's weights are everyone's
+            if stage < 3:  # an optimizer knows of no buffers
+                module.shift = build().shift
             prepared = sharded(stage, module, two_groups, make, **settings)
             model, optimizer, _ = prepared
             train(*prepared, schedule(optimizer), local_batches(k))
@@ -267,6 +268,69 @@ def test_parameter_group_can_be_added(worker_pool: WorkerPool) -> None:
             apart = [(ours[p] - alone[p]).abs().max().item() for p in alone]
             assert len(apart) == 16 and max(apart) < 1e-11
         assert (alone["late"] - 1).abs() > 1e-3
+
+
+class Heads(nn.Module):
+    """A head for each of two tasks, and one for none; from (B, 4) to (B, 1)."""
+
+    def __init__(self) -> None:
+        """Draw the weights from the default generator."""
+        super().__init__()
+        self.body = nn.Linear(4, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, 1) for _ in range(3))
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        """Use one of the heads."""
+        return self.heads[task](torch.tanh(self.body(x)))
+
+
+def steps_with_a_head_of_its_own() -> list[dict[str, float]]:
+    """Train rank r's head; return how far each weight is from one process's."""
+    n, rank, found = dist.get_world_size(), dist.get_rank(), []
+    inputs = torch.randn(3, n, 5, 4, generator=torch.Generator().manual_seed(0))
+    for stage in STAGES:
+        torch.manual_seed(0)
+        alone = Heads()
+        adam = torch.optim.AdamW(alone.parameters(), lr=0.1, weight_decay=0.1)
+        prepared = sharded(
+            stage,
+            copy.deepcopy(alone),
+            lambda m: m.parameters(),
+            torch.optim.AdamW,
+            lr=0.1,
+            weight_decay=0.1,
+        )
+        model, optimizer, finish = prepared
+        for shards in inputs:
+            for other, x in enumerate(shards):
+                (alone(x, other % 2).square().mean() / n).backward()
+            model(shards[rank], rank % 2).square().mean().backward()
+            finish()
+            for one in (adam, optimizer):
+                one.step()
+                one.zero_grad()
+        ours = whole(model)
+        named = alone.named_parameters()
+        found.append({name: (ours[name] - p).abs().max().item() for name, p in named})
+    return found
+
+
+def test_stage_1_alone_takes_parameters_that_some_ranks_use(
+    worker_pool: WorkerPool,
+) -> None:
+    results = worker_pool.run(steps_with_a_head_of_its_own)
+    assert len(results) == 2
+    for apart in results:
+        assert [len(of_stage) for of_stage in apart] == [8] * 3
+        assert max(apart[0].values()) < 1e-5
+        # Without an error, the others take one head's gradient for the other's.
+        for of_stage in apart[1:]:
+            assert of_stage["heads.0.weight"] > 0.01 < of_stage["heads.1.weight"]
+            assert of_stage["heads.2.weight"] == 0  # which no rank uses
+    assert (
+        "In stages 2 and 3 all ranks must use the same parameters in the same order, "
+        "or silently mix up gradients and weights" in words_of(CHAPTER)
+    )
 
 
 # In what order forward and backward of a step may be called.
@@ -1303,6 +1367,8 @@ class Buffered(nn.Module):
         for kind in (torch.int64, torch.bool, torch.float64):
             values = torch.randint(2, (5,)).to(kind)
             self.register_buffer(str(kind).removeprefix("torch."), values)
+        self.register_buffer("column", torch.randn(5, 2)[:, 0])
+        self.register_buffer("expanded", torch.arange(3).expand(4, 3))
 
     def forward(self, x: Tensor, goes_left: bool = True) -> Tensor:
         """Use one of the two layers; from (B, 7) to (B, 6)."""
@@ -1349,7 +1415,7 @@ def test_wrapping_takes_rank_zeros_weights_and_buffers(worker_pool: WorkerPool) 
             assert tensor.shape == original[name].shape
             assert tensor.dtype == original[name].dtype
             assert torch.equal(tensor, original[name]), name
-        assert len(found["buffers"]) == 6
+        assert len(found["buffers"]) == 8
         shapes = [original[name].numel() for name in names]
         assert found["lengths"] == [-(-numel // 3) for numel in shapes]
         assert found["kept"] == [0, 0, 0]

@@ -27,8 +27,10 @@ def build_model(device: torch.device, dtype: torch.dtype) -> nn.Module:
 
 def average_gradients(model: nn.Module) -> None:
     """Replace each gradient by its mean over the ranks; every rank calls this."""
-    for p in model.parameters():
-        if p.grad is not None:
+    used = gather([p.grad is not None for p in model.parameters()])
+    for p, by_rank in zip(model.parameters(), zip(*used, strict=True), strict=True):
+        if any(by_rank):  # all ranks have to make the same calls
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
 
 

@@ -34,6 +34,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """A drop-in for any optimizer that treats each number by itself, as Adam does.
 
     It has state, and master weights of `master_dtype` if given, for local shards alone.
+    With master weights, load the model's before: a step undoes what else changes them.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         copy_settings(self.local, self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Let the local optimizer have a group of this rank's shards."""
+        """Take rank 0's values; let the local optimizer have shards; all call this."""
         super().add_param_group(param_group)
         for p in param_group["params"]:
+            dist.broadcast(p.detach().view(-1), src=0)
             # Without master weights this is a view: a step writes into p itself.
             shard = local_shard(p).to(self.master_dtype)
             self.shards[p] = nn.Parameter(shard, p.requires_grad)
@@ -99,10 +101,8 @@ def copy_settings(source: torch.optim.Optimizer, target: torch.optim.Optimizer) 
 
 def stage_1(model: Any, bf16: bool) -> tuple[Any, ShardedOptimizer, Callable]:
     """Shard the optimizer state; gradients are all-reduced, and whole on every rank."""
-    model = model.bfloat16() if bf16 else model
-    optimizer = ShardedOptimizer(
-        model.parameters(), torch.optim.AdamW, torch.float32 if bf16 else None, lr=1e-3
-    )
+    model, master = (model.bfloat16(), torch.float32) if bf16 else (model, None)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, master, lr=1e-3)
     return model, optimizer, lambda: average_gradients(model)
 
 

@@ -20,7 +20,8 @@ class ShardedGradients(ShardedOptimizer):
     """As stage 1, but backward leaves each rank with the mean gradient of its shards.
 
     At most two gradients are in flight at a time; what has been sent is freed. Freeze
-    and unfreeze parameters before: their hooks are set here.
+    and unfreeze parameters before: their hooks are set here. All ranks must use the
+    same ones in the same order: else they mix up gradients, without an error.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

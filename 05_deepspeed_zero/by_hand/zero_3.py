@@ -30,7 +30,8 @@ class ShardedParameter:
         self.shard = nn.Parameter(shard, p.requires_grad)
         self.flat = in_dtype(torch.empty_like(padded), compute_dtype)
         # Autograd watches whether a leaf is overwritten between forward and backward.
-        # Through .data it does not see it: the values will be the same ones.
+        # Through .data it does not see it: the values will be the same ones, unless
+        # somebody calls optimizer.step() in between.
         whole = self.flat.data[: p.numel()].view(p.shape)
         self.whole = nn.Parameter(whole, p.requires_grad)
         self.gathering: Any = None  # the handle of an all-gather in flight
@@ -61,6 +62,11 @@ class FullySharded(nn.Module):
 
     Any optimizer takes its parameters, which are this rank's shards. A module finds its
     own whole, not its children's. For activation checkpointing, use_reentrant=True.
+
+    All ranks must use the same modules in the same order: else they mix up gradients
+    and weights, without an error. Likewise, a step between a forward and its backward
+    lets backward use new weights, and what a forward writes into a weight (as
+    nn.Embedding with `max_norm` does) is lost.
     """
 
     def __init__(
@@ -76,8 +82,10 @@ class FullySharded(nn.Module):
             named = child.named_parameters(recurse=False, remove_duplicate=False)
             if of_child := {name: parts[p] for name, p in named}:
                 self.parts_of[child] = of_child
-        for buffer in module.buffers():
-            dist.broadcast(buffer, src=0)
+        for buffer in module.buffers():  # of any strides
+            dist.broadcast(values := buffer.contiguous(), src=0)
+            if not values.equal(buffer):
+                buffer.copy_(values)
         self.order: list[nn.Module] = []  # in which the last forward pass used them
         self.used: list[nn.Module] = []  # by this forward pass, so far
         self.in_flight: list[tuple[Any, ...]] = []
