@@ -104,7 +104,9 @@ def main() -> None:
             sys.exit(f"epoch {epoch}: the ranks' weights differ; their norms: {seen}")
         for part in parts.values():  # BatchNorm's statistics, as rank 0 saves them
             for buffer in getattr(part, "buffers", list)():  # optimizers have none
-                dist.broadcast(buffer, src=0)
+                dist.broadcast(values := buffer.contiguous(), src=0)
+                if not values.equal(buffer):  # contiguous() has copied a strided one
+                    buffer.copy_(values)
         loss = validation_loss(model, test_set, device)
         if rank == 0:
             print(f"epoch {epoch} | validation loss {loss:.3f}", flush=True)

@@ -130,7 +130,9 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"epoch {epoch} | mean loss {mean.item():.4f}")
         for buffer in model.buffers():  # each rank has its own
-            dist.broadcast(buffer, src=0)
+            dist.broadcast(values := buffer.contiguous(), src=0)
+            if not values.equal(buffer):  # contiguous() has copied a strided one
+                buffer.copy_(values)
         state = state_of(model, optimizer, epoch + 1)
         dcp.save(state, checkpoint_id=FOLDER / f"epoch_{epoch + 1:03}")
 

@@ -251,7 +251,9 @@ def evaluate(
     model.eval()
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     for buffer in model.buffers():  # BatchNorm's statistics, as rank 0 saves them
-        dist.broadcast(buffer, group=group, group_src=0)
+        dist.broadcast(values := buffer.contiguous(), group=group, group_src=0)
+        if not values.equal(buffer):  # contiguous() has copied a strided one
+            buffer.copy_(values)
     together = world_size * batch_size
     for start in range(0, len(dataset), together):
         shard = range(len(dataset))[start : start + together][rank::world_size]

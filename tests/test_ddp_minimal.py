@@ -637,10 +637,14 @@ class Normalised(torch.nn.Module):
             torch.nn.BatchNorm1d(1, momentum=1),
             torch.nn.Linear(1, 256),
         )
+        # A column, of which not all numbers stand at the beginning of its memory.
+        self.register_buffer("first", torch.zeros(2, 2)[:, 0])
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the mean loss; both are (B, T)."""
-        logits = self.head(self.norm(inputs[:, :1].float()))
+        if self.training:
+            self.first.copy_(inputs[:2, 0] / 64)  # type: ignore
+        logits = self.head(self.norm(inputs[:, :1].float()) + self.first.sum())  # type: ignore
         logits = logits[:, :, None].expand(-1, -1, labels.shape[1])
         return torch.nn.functional.cross_entropy(logits, labels)
 
@@ -1081,6 +1085,9 @@ def with_statistics(folder: str) -> tuple[dict[str, torch.Tensor], list[int]]:
             super().__init__(config)
             norms = (torch.nn.BatchNorm1d(1) for _ in range(5))
             self.norms = torch.nn.ModuleList(norms)
+            column = torch.full((3, 2), float(torch.distributed.get_rank()))[:, 0]
+            self.register_buffer("column", column)
+            self.register_buffer("mask", torch.arange(3).expand(2, 3))
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             values = inputs.float().reshape(-1, 1)
@@ -1107,9 +1114,10 @@ def test_saved_statistics_are_rank_zero_s_and_ranks_draw_otherwise(
         with_statistics, str(tmp_path), world_size=3
     )
     saved = whole_state(tmp_path, 2)["model"]
-    assert len(expected) == 5 * 3
+    assert len(expected) == 5 * 3 + 2 and len(others) == 2
     for name, value in expected.items():
         assert torch.equal(saved[name], value), name
+        assert all(torch.equal(theirs[name], value) for theirs, _ in others), name
     drawn = [seeds, *(seeds for _, seeds in others)]
     assert drawn == [[0, rank, 3 + rank] for rank in range(3)]
 
@@ -2083,6 +2091,10 @@ def own_model(module: Any, frozen: float) -> Any:
             weight = torch.tensor([frozen])
             self.frozen = torch.nn.Parameter(weight, requires_grad=False)
             self.norm = torch.nn.BatchNorm1d(1)
+            column = torch.full((3, 2), float(torch.distributed.get_rank()))[:, 0]
+            self.register_buffer("column", column, persistent=False)
+            mask = torch.arange(3).expand(2, 3)
+            self.register_buffer("mask", mask, persistent=False)
 
         def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             normed = self.norm(inputs.float().reshape(-1, 1)).mean()
@@ -2118,6 +2130,8 @@ def resumable_with_zero(
 
     def noted(engine: Any, dataset: Any) -> float:
         assert len(dataset) == 512 and engine.gradient_clipping() == 1.0
+        buffers = [buffer.contiguous() for buffer in engine.module.buffers()]
+        assert load_chapter("05_deepspeed_zero")["ranks"].same_on_all_ranks(buffers)
         loss = load(engine, dataset)
         assert loss == load(engine, dataset) and engine.module.training
         engines.append(engine)

@@ -82,9 +82,9 @@ class FullySharded(nn.Module):
             named = child.named_parameters(recurse=False, remove_duplicate=False)
             if of_child := {name: parts[p] for name, p in named}:
                 self.parts_of[child] = of_child
-        for buffer in module.buffers():  # of any strides
+        for buffer in module.buffers():
             dist.broadcast(values := buffer.contiguous(), src=0)
-            if not values.equal(buffer):
+            if not values.equal(buffer):  # contiguous() has copied a strided one
                 buffer.copy_(values)
         self.order: list[nn.Module] = []  # in which the last forward pass used them
         self.used: list[nn.Module] = []  # by this forward pass, so far

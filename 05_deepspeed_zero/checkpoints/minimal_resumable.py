@@ -110,7 +110,9 @@ def main() -> None:
             engine.backward(loss)  # divides by the number of micro-batches
             engine.step()  # steps, and the schedule too, on the last of them only
         for buffer in model.buffers():  # BatchNorm's statistics, as rank 0 saves them
-            dist.broadcast(buffer, src=0)
+            dist.broadcast(values := buffer.contiguous(), src=0)
+            if not values.equal(buffer):  # contiguous() has copied a strided one
+                buffer.copy_(values)
         loss = held_out_loss(engine, test_set)
         if rank == 0:
             print(f"epoch {epoch} | validation loss {loss:.3f}", flush=True)
