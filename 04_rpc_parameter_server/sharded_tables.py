@@ -45,7 +45,7 @@ class ShardedTable(nn.Module):
         self.own = nn.EmbeddingBag.from_pretrained(own, False, mode="sum", sparse=True)
 
     def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Sum up the rows of each bag, wherever they are: (words,), (B,) to (B, D)."""
+        """Sum up each bag's rows: (words,), (B,) to (B, D); B is equal on all ranks."""
         if self.own.mode != "sum":
             raise ValueError('owners\' parts of a bag add up only with mode="sum"')
         shards = shard_bags(indices, offsets, self.world_size)

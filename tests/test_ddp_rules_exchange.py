@@ -867,21 +867,23 @@ def test_validation_on_rank_zero_mixes_with_gradients(
 
 
 def validated(way: str) -> tuple[float, float, bool, bool]:
-    """Validate a model with BatchNorm and Dropout between two steps.
+    """Validate a model with BatchNorm, frozen too, and Dropout between two steps.
 
     Returns the loss, and what it is in eval(); then whether the running statistics are
-    untouched, and whether the model still trains.
+    untouched, and whether what did not train does not, and the rest does.
     """
     rank_zero = script("rank_zero")
     torch.manual_seed(0)
     layers = [torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5)]
-    model: Any = torch.nn.Sequential(*layers, torch.nn.Linear(4, 1))
+    layers += [torch.nn.BatchNorm1d(4).eval(), torch.nn.Linear(4, 1)]
+    model: Any = torch.nn.Sequential(*layers)
     ddp_model = DistributedDataParallel(model)
     ddp_model(rank_zero.INPUTS).sum().backward()
     before = model[1].running_mean.clone()
     loss = gather(getattr(rank_zero, way)(ddp_model))[0]
     is_kept = torch.equal(model[1].running_mean, before)
-    trains = all(module.training for module in ddp_model.modules())
+    frozen = [module for module in ddp_model.modules() if not module.training]
+    trains = frozen == [model[3]]
     with torch.no_grad():
         due = F.mse_loss(model.eval()(rank_zero.INPUTS), rank_zero.LABELS).item()
     return loss, due, is_kept, trains

@@ -316,6 +316,14 @@ def test_a_sum_over_ranks_can_be_differentiated_twice(worker_pool: WorkerPool) -
         assert ends == [[s, 3 * n * s**2, 6 * n**2 * s]] * n
 
 
+def error_for_one_sample() -> str:
+    """Normalise a sample that one rank alone has."""
+    inputs = drifting_inputs(1)[dist.get_rank() :]
+    with pytest.raises(ValueError) as caught:
+        sync_batch_norm.SummedBatchNorm(3)(inputs)
+    return str(caught.value)
+
+
 def off_under_ddp(wrap: str, broken: bool = False) -> dict[str, float]:
     """Compare a step under DDP with BatchNorm in one process.
 
@@ -351,6 +359,10 @@ def test_summed_statistics_are_one_process_s(
         assert set(own) == set(together) == names
         assert min(own.values()) > 0.01
         assert max(together.values()) < 1e-5
+
+
+def test_one_sample_in_all_has_no_variance(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(error_for_one_sample) == ["not with 1 sample(s) in all"] * 2
 
 
 def test_a_sum_without_a_backward_spoils_the_gradients_alone(

@@ -35,10 +35,11 @@ class Watchdog:
 
     Make one on every rank, with a process group, and call `step` in the loop. If no
     step comes for `seconds`, two files appear in `folder`: stack_RANK.txt, which says
-    in which line each thread is, and record_RANK, for `torchfrtrace`. After `grace`
-    further seconds the process ends, and its launcher ends the others. If the hang
-    keeps Python's lock (GIL), without which no thread of Python runs, a timer in C
-    prints the stacks to stderr, and ends the process after `grace` seconds more.
+    in which line each thread is, and record_RANK, for `torchfrtrace`. An earlier run's
+    are renamed to old-... at the start. After `grace` further seconds the process
+    ends, and its launcher ends the others. If the hang keeps Python's lock (GIL),
+    without which no thread of Python runs, a timer in C prints the stacks to stderr,
+    and ends the process after `grace` seconds more.
     """
 
     def __init__(self, seconds: float, folder: Path, grace: float = 60.0) -> None:
@@ -47,6 +48,9 @@ class Watchdog:
         self.seconds, self.folder, self.grace = seconds, folder, grace
         self.rank, self.has_stepped = dist.get_rank(), threading.Event()
         self.is_stopped = False
+        for name in (f"stack_{self.rank}.txt", f"record_{self.rank}"):
+            if (folder / name).exists():  # an earlier run's; torchfrtrace finds record_
+                (folder / name).replace(folder / f"old-{name.replace('_', '-')}")
         self.say(f"is process {os.getpid()} on {socket.gethostname()}")
         threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
         self.step()
@@ -62,7 +66,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(self.seconds + 2 * self.grace, exit=True)
 
     def stop(self) -> None:
-        """Stop watching: what comes after the last step may take long."""
+        """Stop for good: what comes after the last step may take long."""
         faulthandler.cancel_dump_traceback_later()
         self.is_stopped = True
         self.has_stepped.set()

@@ -18,12 +18,20 @@ LABELS = 3 * INPUTS + 1
 
 
 @torch.no_grad()
+def sum_of_losses(model: nn.Module, shard: slice) -> torch.Tensor:
+    """Sum up a shard's losses; leave each module in train() or eval() as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()  # no dropout, and nothing is added to BatchNorm's statistics
+    loss = F.mse_loss(model(INPUTS[shard]), LABELS[shard], reduction="sum")
+    for module in training:  # a frozen part may have been in eval() before
+        module.training = True
+    return loss
+
+
 def validate(model: nn.Module) -> float:
     """Return the mean loss; each rank takes its shard, so all ranks must call this."""
     shard = slice(dist.get_rank(), None, dist.get_world_size())
-    model.eval()  # no dropout, and nothing is added to BatchNorm's statistics
-    loss = F.mse_loss(model(INPUTS[shard]), LABELS[shard], reduction="sum")
-    model.train()
+    loss = sum_of_losses(model, shard)
     total = torch.stack([loss, torch.tensor(float(len(INPUTS[shard])))])
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
@@ -40,14 +48,11 @@ def on_all_ranks(ddp_model: DDP) -> float | None:
     return loss if dist.get_rank() == 0 else None
 
 
-@torch.no_grad()
 def on_rank_zero_alone(ddp_model: DDP) -> float | None:
     """Right: the plain model and all samples, with no communication."""
     if dist.get_rank() != 0:
         return None  # this rank then waits for rank 0 in the next step's all-reduce
-    loss = F.mse_loss(ddp_model.module.eval()(INPUTS), LABELS).item()
-    ddp_model.module.train()
-    return loss
+    return sum_of_losses(ddp_model.module, slice(None)).item() / len(INPUTS)
 
 
 def two_weights() -> DDP:

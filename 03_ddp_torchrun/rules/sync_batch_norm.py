@@ -33,7 +33,10 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class SummedBatchNorm(nn.BatchNorm1d):
-    """BatchNorm with the statistics of all ranks' samples, for inputs (B, D)."""
+    """BatchNorm with the statistics of all ranks' samples, for inputs (B, D).
+
+    They must be float32: in half precision sums and the count overflow, or are rounded.
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise; in training every rank must call this, and B may differ."""
@@ -42,6 +45,8 @@ class SummedBatchNorm(nn.BatchNorm1d):
         counted = torch.cat([input, input.new_ones(len(input), 1)], dim=1)
         sums = SumOverRanks.apply(counted.sum(dim=0))  # the last one is the count
         count, mean = sums[-1].detach(), sums[:-1] / sums[-1].detach()
+        if count < 2:
+            raise ValueError(f"not with {int(count)} sample(s) in all")
         # Not from sums of squares: that is a small difference of two large numbers.
         variance = SumOverRanks.apply((input - mean).square().sum(dim=0)) / count
         unbiased = variance.detach() * count / (count - 1)

@@ -23,6 +23,7 @@ class RowServer:
         """Make the table; `latency` in seconds stands in for a slow network."""
         self.weight = Table(rows, width, seed=0).weight.detach()
         self.lr, self.latency = lr, latency
+        # By step: several trainers must not give two of theirs the same number.
         self.bags: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def sums(
