@@ -17,6 +17,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from lessons import in_the_pool, run_lesson
 from scripts import load_chapter
@@ -308,6 +309,25 @@ def test_balance_loss_is_one_if_even_and_as_many_as_experts_if_not() -> None:
     # By Switch, equation 4: f = (3/4, 1/4, 0), P is the mean of each column.
     found = mixture.balance_loss(PROBABILITIES, PROBABILITIES.argmax(1)[:, None])
     assert found.item() == pytest.approx(3 * (0.75 * 2.1 / 4 + 0.25 * 1.5 / 4))
+    # A rank without tokens adds nothing, rather than 0 / 0.
+    none = PROBABILITIES[:0].clone().requires_grad_()
+    found = mixture.balance_loss(none, none.argmax(1, keepdim=True))
+    found.backward()
+    assert (found.item(), tuple(none.grad.shape)) == (0, (0, 3))
+
+
+def test_balance_loss_has_a_graph_if_a_checkpoint_is_not_reentrant() -> None:
+    x, routers = torch.randn(B, T, D).double().requires_grad_(), []
+    for ways in ({}, {"use_reentrant": False}):
+        torch.manual_seed(0)
+        layer = mixture.Mixture(D, E).double()
+        y = checkpoint(layer, x, **ways) if ways else layer(x)
+        (y.square().sum() + 0.1 * layer.balance_loss).backward()
+        routers.append(layer.router.weight.grad)
+    torch.testing.assert_close(*routers)
+    assert checkpoint(layer, x, use_reentrant=True).requires_grad
+    assert not layer.balance_loss.requires_grad
+    assert "needs `use_reentrant=False`" in mixture.Mixture.__doc__
 
 
 def test_mean_of_local_balance_losses_is_not_the_global_one() -> None:
@@ -378,6 +398,24 @@ def test_sharded_mixture_is_one_processs(
             assert len(errors) == 3 + 2 * E // world_size
             assert max(errors.values()) < 1e-13, errors
             assert (dropped == 0) == (factor > 2)
+
+
+def router_without_tokens() -> list[Any]:
+    """Take a backward pass in which the last rank has no tokens."""
+    torch.manual_seed(3)
+    layer = mixture.MixtureOfExperts(D, E).double()
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    y = layer(torch.randn(0 if is_last else B, T, D).double())
+    (y.square().sum() + layer.balance_loss).backward()
+    gradients = [p.grad.abs().max().item() for p in layer.parameters()]
+    return [len(y), layer.balance_loss.item(), *gradients]
+
+
+def test_rank_without_tokens_computes_for_the_others(worker_pool: WorkerPool) -> None:
+    first, last = worker_pool.run(router_without_tokens)
+    assert len(first) == len(last) == 2 + 1 + E // 2 * 2
+    assert first[0] == B and min(first[1:]) > 1e-3
+    assert last[:3] == [0, 0, 0] and 1e-3 < min(last[3:]) < 1e3
 
 
 def ranks_with_unequally_many_samples() -> float:

@@ -1207,6 +1207,42 @@ def test_shards_are_clipped_by_the_norm_of_all(
     assert most < 1e-6 if is_right else most > 1e-3
 
 
+def clipped_in(dtype: torch.dtype, value: float, count: int) -> list[Any]:
+    """Clip `count` shards and as many whole parameters; return norm and a gradient."""
+    lists = [
+        [nn.Parameter(torch.zeros(16, dtype=dtype)) for _ in range(count)] for _ in "sw"
+    ]
+    for p in (*lists[0], *lists[1]):
+        p.grad = torch.full_like(p, value)
+    norm = modules["parallel_layers"].clip_sharded(*lists, 1.0)
+    assert norm.dtype == torch.promote_types(dtype, torch.float32)
+    assert lists[0][-1].grad is not None and lists[0][-1].grad.dtype == dtype
+    return [norm.item(), lists[0][-1].grad.double().tolist()]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "count", "error"),
+    [
+        # Added up one by one in bfloat16, 400 squares of 16 make 4096.
+        (torch.bfloat16, 1.0, 400, 2**-8),
+        # In float16 the square of 300 is infinite.
+        (torch.float16, 300.0, 1, 2**-11),
+        (torch.float32, 300.0, 2, 1e-6),
+        (torch.float64, 300.0, 2, 1e-8),
+    ],
+    ids=str,
+)
+def test_gradients_in_half_precision_are_clipped_by_their_norm(
+    worker_pool: WorkerPool, dtype: torch.dtype, value: float, count: int, error: float
+) -> None:
+    by_rank = worker_pool.run(clipped_in, dtype, value, count)
+    assert len(by_rank) == 2
+    due = value * (16 * count * (len(by_rank) + 1)) ** 0.5
+    for norm, gradient in by_rank:
+        assert norm == pytest.approx(due, rel=min(error, 1e-6))
+        assert gradient == pytest.approx([value / due] * 16, rel=error)
+
+
 NO_STYLE = "ColwiseParallel currently only support nn.Linear and nn.Embedding!"
 
 

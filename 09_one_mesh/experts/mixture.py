@@ -45,13 +45,18 @@ def balance_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
     f is the part of all pairs that chose an expert, dropped ones too, and P its mean
     probability (Switch, equation 4 without its alpha; there k is 1).
     """
+    if not len(experts):  # this rank has no tokens; a mean would be 0 / 0
+        return probabilities.sum()
     E = probabilities.shape[1]
     f = experts.flatten().bincount(minlength=E) / experts.numel()
     return E * (f.to(probabilities) * probabilities.mean(0)).sum()
 
 
 class Mixture(nn.Module):
-    """E experts in one process, with the capacity rule of any number of ranks."""
+    """E experts in one process, with the capacity rule of any number of ranks.
+
+    In `checkpoint` it needs `use_reentrant=False`: else `balance_loss` has no graph.
+    """
 
     def __init__(
         self,

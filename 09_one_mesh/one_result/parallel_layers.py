@@ -103,6 +103,12 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias  # once: after the sum
 
 
+def square_of_norm(grad):
+    """Square in at least float32: in float16 the square of 256 is infinite."""
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    return torch.linalg.vector_norm(grad, dtype=dtype).square()
+
+
 def clip_sharded(sharded, whole, max_norm, group=None):
     """Scale gradients by the norm of the whole model's; return it. All ranks call this.
 
@@ -111,7 +117,7 @@ def clip_sharded(sharded, whole, max_norm, group=None):
     this rank's parts, and scale by another factor on each rank.
     """
     sharded, whole = ([p for p in ps if p.grad is not None] for ps in (sharded, whole))
-    squares = all_reduced(sum(p.grad.square().sum() for p in sharded), group)
-    norm = (squares + sum(p.grad.square().sum() for p in whole)).sqrt()
+    squares = all_reduced(sum(square_of_norm(p.grad) for p in sharded), group)
+    norm = (squares + sum(square_of_norm(p.grad) for p in whole)).sqrt()
     nn.utils.clip_grads_with_norm_([*sharded, *whole], max_norm, norm)
     return norm
