@@ -147,8 +147,12 @@ def rates_of_a_schedule(
     samples: Any = torch.ones(24, 4, dtype=torch.long)
     adamw = torch.optim.AdamW(model.parameters(), lr=1.0)
     schedule: Any = torch.optim.lr_scheduler.LambdaLR(adamw, lambda n: 1 - n / 6)
+    if "DeepSpeed's" in prepared:
+        from deepspeed.runtime.lr_schedules import LRRangeTest
+
+        schedule = LRRangeTest(adamw, 1.0, 1, -1 / 6)  # the same rates
     loader = torch.utils.data.DataLoader(samples, batch_size=4)
-    with_model = [schedule] if prepared == "with the model" else []
+    with_model = [schedule] if "with the model" in prepared else []
     parts = accelerator.prepare(model, adamw, loader, *with_model)
     schedule = parts[-1] if with_model else schedule
     schedule = accelerator.prepare(schedule) if prepared == "alone" else schedule
@@ -193,11 +197,20 @@ def first_step_of_trainer(
 
     torch.manual_seed(0)
     own = {OWN_CLASSIFIER: OwnForSequenceClassification}
-    model: Any = own.get(kind) or getattr(modeling_qwen2, f"Qwen2For{kind}")
-    model = model(config)
-    rows = torch.randint(1, 256, (16, 8))
+    model: Any = own.get(kind) or getattr(modeling_qwen2, f"Qwen2For{kind}", None)
+    name, rows = "input_ids", torch.randint(1, 256, (16, 8))
     labels = rows if kind == "CausalLM" else rows[:, 0] % 3
-    loss = model(input_ids=rows, labels=labels).loss
+    if model:
+        model = model(config)
+    else:
+        from transformers import ViTConfig, ViTForImageClassification
+
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+        image = {"image_size": 8, "patch_size": 4}
+        config = ViTConfig(**sizes, **image, num_hidden_layers=1, num_labels=3)
+        model, name = ViTForImageClassification(config), "pixel_values"
+        rows = torch.randn(16, 3, 8, 8)
+    loss = model(**{name: rows}, labels=labels).loss
     loss.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     due = [loss.item(), torch.nn.utils.get_total_norm(gradients).item()]
@@ -220,7 +233,7 @@ def first_step_of_trainer(
             disable_tqdm=True,
         )
         pairs = zip(rows, labels, strict=True)
-        dataset: Any = [{"input_ids": row, "labels": label} for row, label in pairs]
+        dataset: Any = [{name: row, "labels": label} for row, label in pairs]
         trainer = Trainer(model, arguments, None, dataset, dataset)
         trainer.remove_callback(PrinterCallback)
         if mends:
@@ -421,6 +434,7 @@ def test_without_accumulate_every_batch_takes_a_step_and_nobody_says_so(
         ("with the model", 2, {}),
         ("with the model", 1, {"step_scheduler_with_optimizer": False}),
         ("with the model", 1, {"split_batches": True}),
+        ("DeepSpeed's, with the model", 1, {}),
         pytest.param("alone", 1, {}, marks=pytest.mark.slow),
         pytest.param("not at all", 1, {}, marks=pytest.mark.slow),
     ],
@@ -432,6 +446,7 @@ def test_a_schedule_given_to_prepare_takes_a_step_for_each_rank(
     found = zero_pools(2).run(job, world_size=2)
     due = [1 - each * step / 6 for step in (1, 2, 3)]
     assert [pytest.approx(rates) for rates in found] == [due] * 2
+    assert "PyTorch's schedules advance by default by the number" in words_of(ROOM)
 
 
 @pytest.mark.parametrize(
@@ -440,6 +455,7 @@ def test_a_schedule_given_to_prepare_takes_a_step_for_each_rank(
         (CLASSIFIER, False, 2, STAGE_2, 4, 2),
         (CLASSIFIER, True, 2, STAGE_2, 1, 1),
         (OWN_CLASSIFIER, False, 2, STAGE_2, 1, 1),
+        ("ViT", False, 2, STAGE_2, 1, 1),
         (CLASSIFIER, False, 2, STAGE_2 | {"averages": False}, 2, 1),
         pytest.param(CLASSIFIER, False, 1, STAGE_2, 2, 2, marks=pytest.mark.slow),
         pytest.param(CLASSIFIER, False, 2, {}, 4, 2, marks=pytest.mark.slow),
@@ -458,14 +474,15 @@ def test_a_classifier_s_gradients_are_too_large_under_trainer(
 ) -> None:
     """By ranks and by accumulation steps, unless one line mends it.
 
-    Or unless `forward` takes no `**kwargs`: Trainer then tells it nothing.
+    Or unless `forward` takes no `**kwargs`, as Trainer then tells it nothing, or passes
+    them on to the loss, which divides by the number it is told.
     """
     step = functools.partial(first_step_of_trainer, **more)
     found = zero_pools(2).run(step, kind, mends, steps, world_size=2)
     assert [pytest.approx(of.times, rel=1e-4) for of in found] == [[factor] * 2] * 2
     assert [of.evaluated for of in found] == [pytest.approx(evaluated, rel=1e-4)] * 2
     page = words_of(ROOM)
-    assert "**If a classifier's `forward` takes `**kwargs`, loss and gradients" in page
+    assert "takes `**kwargs` that its loss does not get (as BERT's), loss and grad" in page
 
 
 @pytest.mark.parametrize("is_in_config", [False, True])
