@@ -1,5 +1,7 @@
 """Chapter 05: what is saved in shards can be read, by whom, and who is refused."""
 
+import contextlib
+import inspect
 import itertools
 import json
 import os
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from launch import ROOT, torchrun
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import WorkerPool
 from zero_ranks import Pools, forget_earlier_group, run_zero_lesson
@@ -251,7 +254,42 @@ def what_loads_too_little(folder: str) -> dict[str, Any]:
     return said
 
 
+def files_of_zero_to_fp32(folder: str) -> tuple[list[str], Any]:
+    """Call what DeepSpeed's script calls; return its files, and the most in each."""
+    from deepspeed.utils import zero_to_fp32
+
+    convert = zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict
+    convert(f"{folder}/2", f"{folder}/fp32", tag="half_1")
+    most = inspect.signature(convert).parameters["max_shard_size"].default
+    return sorted(path.name for path in Path(folder, "fp32").iterdir()), most
+
+
+def ranks_that_fit(config: dict[str, Any]) -> list[int]:
+    """Return on how many ranks, of up to nine, DeepSpeed takes this config."""
+    from deepspeed.runtime import config as deepspeed_config
+
+    fits = []
+    for n in range(1, 10):
+        ranks = mock.Mock(**{"get_world_size.return_value": n})
+        with (
+            mock.patch.object(deepspeed_config, "dist", ranks),
+            contextlib.suppress(AssertionError),
+        ):
+            deepspeed_config.DeepSpeedConfig(config)
+            fits.append(n)
+    return fits
+
+
 # --- What the page says. ----------
+
+
+def test_minimal_resumable_runs_on_as_many_ranks_as_it_says(zero_pools: Pools) -> None:
+    script: Any = load_chapter(ROOM)["minimal_resumable"]
+    says = "resumes on 1, 2 or 4 ranks, with the same global batch size"
+    assert says in words_of(ROOM)
+    assert "universal checkpoint on 1, 2 or 4 ranks" in script.__doc__
+    fits = zero_pools(1).run(ranks_that_fit, script.CONFIG, world_size=1)
+    assert fits == [[1, 2, 4]]
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +315,15 @@ def test_shards_resume_to_the_last_bit_and_can_be_consolidated(
             "check: 2 losses, the same to the last bit\n"
             "check: the consolidated weights give transformers alone the same loss\n"
         )
+
+
+@pytest.mark.slow
+def test_zero_to_fp32_writes_no_config(
+    zero_pools: Pools, shards: tuple[Path, list[list[str]]]
+) -> None:
+    (found,) = zero_pools(1).run(files_of_zero_to_fp32, str(shards[0]), world_size=1)
+    assert found == (["pytorch_model.bin"], "5GB")
+    assert "writes weights alone, in files of at most 5 GB" in words_of(ROOM)
 
 
 OTHER_RANKS = (

@@ -2,8 +2,8 @@
 
 Run: torchrun --nproc-per-node=2 05_deepspeed_zero/checkpoints/minimal_resumable.py
 Expect: the losses of 03_ddp_torchrun/minimal_resumable.py. The same command resumes, in
-    the same stage; from a universal checkpoint on any number of ranks. To begin anew,
-    delete saved/run.
+    the same stage; from a universal checkpoint on 1, 2 or 4 ranks, as batches
+    of 16 each must make up 64. To begin anew, delete saved/run.
 """
 
 import sys
