@@ -205,9 +205,13 @@ def first_step_of_trainer(
     else:
         from transformers import ViTConfig, ViTForImageClassification
 
-        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-        image = {"image_size": 8, "patch_size": 4}
-        config = ViTConfig(**sizes, **image, num_hidden_layers=1, num_labels=3)
+        sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "image_size": 8}
+        layers: Any = {
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "num_labels": 3,
+        }
+        config = ViTConfig(**sizes, **layers, patch_size=4)
         model, name = ViTForImageClassification(config), "pixel_values"
         rows = torch.randn(16, 3, 8, 8)
     loss = model(**{name: rows}, labels=labels).loss

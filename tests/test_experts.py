@@ -313,15 +313,15 @@ def test_balance_loss_is_one_if_even_and_as_many_as_experts_if_not() -> None:
     none = PROBABILITIES[:0].clone().requires_grad_()
     found = mixture.balance_loss(none, none.argmax(1, keepdim=True))
     found.backward()
-    assert (found.item(), tuple(none.grad.shape)) == (0, (0, 3))
+    assert found.item() == 0 and none.grad is not None
 
 
 def test_balance_loss_has_a_graph_if_a_checkpoint_is_not_reentrant() -> None:
     x, routers = torch.randn(B, T, D).double().requires_grad_(), []
-    for ways in ({}, {"use_reentrant": False}):
+    for recomputes in (False, True):
         torch.manual_seed(0)
         layer = mixture.Mixture(D, E).double()
-        y = checkpoint(layer, x, **ways) if ways else layer(x)
+        y = checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x)
         (y.square().sum() + 0.1 * layer.balance_loss).backward()
         routers.append(layer.router.weight.grad)
     torch.testing.assert_close(*routers)
