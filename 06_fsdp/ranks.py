@@ -91,8 +91,8 @@ def join(at_least: int = 1, at_most: int = 2**20, only_cpu: bool = False):
     """Join the process group of all ranks; return this rank's device.
 
     Every rank calls this first, as torchrun or `start_ranks` has started it, and waits
-    five minutes at most for the others. The lesson needs `at_least` ranks and can show
-    `at_most`; with `only_cpu` it uses the CPU and gloo even where there are GPUs.
+    five minutes at most for each of the others. The lesson needs `at_least` ranks and
+    can show `at_most`; with `only_cpu` it uses the CPU and gloo even if there are GPUs.
     """
     if not has_options and mp.parent_process() is None:
         read_options()
