@@ -1,4 +1,4 @@
-"""A ring with several pieces in flight, as fast as gloo's own all-reduce.
+"""A ring with several pieces in flight, about as fast as gloo's own all-reduce.
 
 Run: torchrun --nproc-per-node=2 01_communication/bandwidth/pipelined_ring.py
 Expect: for each size, in MB, the times of three all-reduces measured in turn, and their
