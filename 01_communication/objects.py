@@ -23,7 +23,7 @@ def report(rank: int) -> dict[str, Any]:
 def exchange_objects() -> dict[str, Any]:
     """Make each object collective once; return what this rank received, by name."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Lists are filled in place, and have the same length on every rank.
+    # Lists are filled in place. This one has the same length on every rank.
     settings = ["settings", {"lr": 0.1}] if rank == 0 else [None, None]
     dist.broadcast_object_list(settings, src=0)
     reports = [report(other) for other in range(world_size)]

@@ -531,7 +531,7 @@ def test_gather_object_and_mean_exist_on_gloo(worker_pool: WorkerPool) -> None:
     by_rank = worker_pool.run(objects_and_mean, world_size=3)
     nothing = ("gloo", None, 1.0)
     assert by_rank == [nothing, ("gloo", objects, 1.0), nothing]
-    assert "(gloo: no integers; the sum may overflow)" in words_of(CHAPTER)
+    assert "(gloo refuses integers; its sum may overflow first)" in words_of(CHAPTER)
 
 
 def test_no_barrier_is_needed_after_a_collective(worker_pool: WorkerPool) -> None:
@@ -581,16 +581,20 @@ def test_two_names_are_deprecated(worker_pool: WorkerPool) -> None:
     assert by_rank == [expected, expected]
 
 
-@pytest.mark.parametrize(("nproc", "threads"), [(1, None), (2, "1")])
-def test_torchrun_sets_threads_for_several_ranks_only(
-    monkeypatch: pytest.MonkeyPatch, nproc: int, threads: str | None
+@pytest.mark.parametrize(
+    ("nodes", "nproc", "threads"), [(1, 1, None), (2, 1, None), (1, 2, "1")]
+)
+def test_torchrun_sets_threads_for_several_ranks_of_a_machine_only(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, nproc: int, threads: str | None
 ) -> None:
     # So that monkeypatch takes away in the end what torchrun sets.
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     del os.environ["OMP_NUM_THREADS"]
-    words = [f"--nproc-per-node={nproc}", "script.py"]
+    words = [f"--nnodes={nodes}", f"--nproc-per-node={nproc}", "script.py"]
     config_from_args(get_args_parser().parse_args(words))
     assert os.environ.get("OMP_NUM_THREADS") == threads
+    claim = "If that is unset and a machine has several ranks, `torchrun` takes 1, and"
+    assert claim in words_of(CHAPTER)
 
 
 def test_agreement_leaves_room_for_rounding_only() -> None:
