@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -179,8 +180,8 @@ ENDS: dict[str, dict[str, list[End]]] = {
     },
     "recorder": {
         "swapped_calls": [
-            End(rf"{HUNG} recorded \['gloo:all_reduce'\]", "exit code 1"),
-            End(rf"{HUNG} recorded \['gloo:broadcast'\]", "exit code 1"),
+            End(rf"{HUNG} recorded \['1 gloo:all_reduce \[\[2\]\]'\]", "exit code 1"),
+            End(rf"{HUNG} recorded \['1 gloo:broadcast \[\[2\]\]'\]", "exit code 1"),
         ],
         # It records collectives only.
         "wrong_peer": [End(rf"{HUNG} recorded \[\]", "exit code 1")] * 3,
@@ -899,6 +900,30 @@ def test_monitored_barrier_ignores_the_timeout_of_its_group(
     ]
 
 
+def wait_for_a_rank_that_ends() -> str:
+    """Wait without a timeout of one's own for a rank that leaves; return the error."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=1))
+    if dist.get_rank() == 1:
+        dist.destroy_process_group(group)
+        return ""
+    try:
+        dist.monitored_barrier(group)
+    except RuntimeError as error:
+        return str(error)
+    return "all came"
+
+
+def test_monitored_barrier_names_30_minutes_although_it_ends_with_the_missing_rank(
+    worker_pool: WorkerPool,
+) -> None:
+    error, nothing = worker_pool.run(wait_for_a_rank_that_ends)
+    assert nothing == ""
+    named = "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 1800000 ms"
+    assert named in error and any(lost in error for lost in LOST), error
+    claim = "rank 0 waits up to 30 minutes, whatever the group's timeout."
+    assert f"Without `timeout=`, {claim}" in words_of(ROOM)
+
+
 def refused_monitored_barriers() -> list[str]:
     """Meet in groups on gloo that were named otherwise; return the errors."""
     errors = []
@@ -957,7 +982,7 @@ def test_monitored_barrier_uses_the_timeout_of_its_group_but_on_rank_zero(
 
 
 def recorded_during(calls: Callable[[], None]) -> list[str]:
-    """Return the names of the calls that the flight recorder notes meanwhile."""
+    """Return numbers and names of the calls that the flight recorder notes."""
     recorder: Any = _distributed_c10d  # its types leave out the function
 
     def recorded() -> list[dict[str, Any]]:
@@ -966,20 +991,22 @@ def recorded_during(calls: Callable[[], None]) -> list[str]:
     last = max((entry["record_id"] for entry in recorded()), default=-1)
     calls()
     new = [entry for entry in recorded() if entry["record_id"] > last]
-    return [entry["profiling_name"] for entry in new]
+    return [f"{entry['collective_seq_id']} {entry['profiling_name']}" for entry in new]
 
 
 def recorded_calls() -> list[str]:
     """Make calls of four kinds; return those that the flight recorder has noted."""
+    groups: list[Any] = [dist.new_group(), dist.new_group()]
 
     def calls() -> None:
-        dist.all_reduce(one := torch.ones(1))
+        dist.all_reduce(one := torch.ones(1), group=groups[0])
         dist.monitored_barrier(timeout=timedelta(seconds=60))
         if dist.get_rank() == 0:
             dist.send(one, 1)
         else:
             dist.recv(one, 0)
-        dist.broadcast(one, 0)
+        dist.broadcast(one, 0, group=groups[0])
+        dist.all_reduce(one, group=groups[1])
 
     return recorded_during(calls)
 
@@ -987,8 +1014,10 @@ def recorded_calls() -> list[str]:
 def test_flight_recorder_notes_no_monitored_barrier_and_no_message(
     worker_pool: WorkerPool,
 ) -> None:
-    both = ["gloo:all_reduce", "gloo:broadcast"]
+    # Each group counts its own.
+    both = ["1 gloo:all_reduce", "2 gloo:broadcast", "1 gloo:all_reduce"]
     assert worker_pool.run(recorded_calls) == [both, both]
+    assert "(here up to 100), numbered in each group:" in words_of(ROOM)
 
 
 def calls_that_differ() -> dict[str, str | float]:
@@ -1047,7 +1076,7 @@ def mismatches_found() -> dict[str, list[bool]]:
     ):
         x = torch.ones(shapes[rank], dtype=dtypes[rank])
         both, single = [x.clone() for _ in range(world_size)], torch.cat([x, x])
-        lists = both if rank == 0 else None
+        lists, unequal = both if rank == 0 else None, [x, single]
         for name, tensors in {
             "all_reduce": (x,),
             "broadcast": (x, 0),
@@ -1058,13 +1087,18 @@ def mismatches_found() -> dict[str, list[bool]]:
             "all_gather_single": (single, x),
             "reduce_scatter": (x, both),
             "reduce_scatter_single": (x, single),
+            "reduce_scatter of unequal parts": (unequal[rank].clone(), unequal),
             "all_to_all": (both, [x, x]),
             "all_to_all_single": (single, single.clone()),
+            "all_reduce_coalesced": ([x.clone()],),
+            "all_gather_coalesced": ([[one] for one in both], [x]),
         }.items():
             # With its own debug level, and no connections that an error has spoilt.
             group = dist.new_group(timeout=timedelta(seconds=5))
             try:
-                getattr(dist, name)(*tensors, group=group)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", FutureWarning)  # coalesced
+                    getattr(dist, name.split()[0])(*tensors, group=group)
                 found.setdefault(name, []).append(False)
             except RuntimeError as error:
                 assert "Detected mismatch between collectives" in str(error)
@@ -1076,12 +1110,17 @@ def test_detail_finds_dtypes_and_shapes_but_not_in_all_to_all(
     worker_pool: WorkerPool,
 ) -> None:
     found, others = worker_pool.run(mismatches_found)
-    assert found == others and len(found) == 11
-    not_found = {name for name in found if "all_to_all" in name}
-    assert len(not_found) == 2
+    assert found == others and len(found) == 14
+    kinds = ("all_to_all", "coalesced", "unequal parts")
+    not_found = {name for name in found if any(kind in name for kind in kinds)}
+    assert len(not_found) == 5
     for name, is_found in found.items():
         assert is_found == [name not in not_found] * 2, name
-    assert "finds other dtypes and shapes (not in `all_to_all`) and" in words_of(ROOM)
+    claim = (
+        "finds other dtypes and shapes (not in `all_to_all`, `*_coalesced` or a "
+        "`reduce_scatter` of unequal parts) and"
+    )
+    assert claim in words_of(ROOM)
 
 
 def asks_after_its_own_call(level: str) -> float | str:
@@ -1133,11 +1172,36 @@ def test_swapped_calls_of_one_shape_give_wrong_sums_without_an_error(
         # Right would be 11 and 1100 on both.
         assert (first, second) == ([1001.0, 110.0], [110.0, 1001.0]), level
         # The flight recorder has two equal lists.
-        assert calls == others and calls.count("gloo:all_reduce") == 2, level
+        sums = [call for call in calls if call.endswith(":all_reduce")]
+        assert sums == ["1 gloo:all_reduce", "2 gloo:all_reduce"], level
+        assert calls == others, level
     claim = (
         "kind and shape: equal lists, wrong values, and no error, even with `DETAIL`"
     )
     assert claim in words_of(ROOM)
+
+
+def waits_if_rank_1_is_late() -> tuple[bool, bool]:
+    """Sum, then broadcast, each time rank 1 0.8 s later; return who waits for it."""
+    waits = []
+    for call in (dist.all_reduce, functools.partial(dist.broadcast, src=0)):
+        call(x := torch.ones(9))
+        dist.barrier()
+        if dist.get_rank() == 1:
+            time.sleep(0.8)
+        start = time.perf_counter()
+        call(x)
+        waits.append(time.perf_counter() - start > 0.4)
+    return waits[0], waits[1]
+
+
+def test_straggler_is_not_the_only_one_that_does_not_wait_in_a_broadcast(
+    worker_pool: WorkerPool,
+) -> None:
+    ranks = worker_pool.run(waits_if_rank_1_is_late, world_size=3)
+    assert [in_sum for in_sum, _ in ranks] == [True, False, True]
+    assert [in_broadcast for _, in_broadcast in ranks] == [True, False, False]
+    assert "In an all-reduce it waits least." in words_of(ROOM)
 
 
 def all_send_first(elements: int) -> str:
