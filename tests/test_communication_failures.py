@@ -913,7 +913,7 @@ def wait_for_a_rank_that_ends() -> str:
     return "all came"
 
 
-def test_monitored_barrier_names_30_minutes_although_it_ends_with_the_missing_rank(
+def test_monitored_barrier_ends_when_the_missing_rank_does(
     worker_pool: WorkerPool,
 ) -> None:
     error, nothing = worker_pool.run(wait_for_a_rank_that_ends)

@@ -44,7 +44,6 @@ def run_as_rank(script: Path, output: IO[str]) -> None:
 
             # No public function reads gloo's recorder; the type stub lacks this one.
             trace = json.loads(_distributed_c10d._dump_fr_trace_json())  # pyright: ignore
-            # Number, kind and shapes of each: once a list is full, it loses the first.
             call = "{collective_seq_id} {profiling_name} {input_sizes}"
             print("recorded", [call.format(**c) for c in trace.get("entries", [])])
 
