@@ -14,11 +14,13 @@ from ask_ranks import ask_ranks, in_words
 from ranks import read_options
 
 WORLD_SIZE, H, D = 3, 2, 8
-# How many keys each rank holds, and by what its scores are multiplied.
+# How many keys each rank holds, and by what its scores are multiplied. For a negative
+# factor they are made of positive numbers, so that each is very negative.
 CASES = {
     "first case": ((5, 40, 12), 1.0),
     "large scores": ((5, 40, 12), 1000.0),
     "a rank without keys": ((40, 0, 12), 1.0),
+    "no keys, low scores": ((40, 0, 12), -10_000.0),
 }
 FAULTS = (RuntimeError, AttributeError, ValueError, TypeError, IndexError)
 MOST_BYTES = 4 * WORLD_SIZE * H * (D + 2) * 8  # keys and values: seven times as many
@@ -52,6 +54,8 @@ def try_decode(answer: Callable) -> str:
             torch.randn(H, length, D, generator=generator, dtype=torch.float64)
             for length in (1, sum(lengths), sum(lengths))
         )
+        if factor < 0:
+            q, k = q.abs(), k.abs()
         parts = list(zip(k.split(lengths, 1), v.split(lengths, 1), strict=True))
         mine = parts[dist.get_rank()]
         given = [tensor.clone() for tensor in mine]
@@ -59,7 +63,7 @@ def try_decode(answer: Callable) -> str:
             with Messages() as messages:
                 found = answer(q.clone() * factor, *given)
         except FAULTS as error:
-            return f"{name}: {in_words(RuntimeError(error))}"
+            return f"{name}: {in_words(error)}"
         if text := explain_result(found, q * factor, parts):
             return f"{name}: {text}"
         if not all(map(torch.equal, given, mine)):
@@ -86,8 +90,8 @@ def explain_result(found: Any, q: Tensor, parts: list[tuple[Tensor, Tensor]]) ->
         return ""
     if not found.isfinite().all():
         return (
-            "the result is not finite: which exponential is too large, and what is "
-            "divided by a sum over no keys?"
+            "the result is not finite: which exponential is too large, are all of them "
+            "0, and what is divided by a sum over no keys?"
         )
     holders = [(k, v) for k, v in parts if k.shape[1]]
     local = torch.stack([F.scaled_dot_product_attention(q, *one) for one in holders])
