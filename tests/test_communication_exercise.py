@@ -388,14 +388,27 @@ def test_any_error_is_told_in_one_line(tmp_path: Path) -> None:
         (tmp_path / module).write_bytes((ROOT / ROOM / module).read_bytes())
     script = tmp_path / "mine.py"
     script.write_text(
+        "import sys\n\nimport torch.distributed as dist\n\n"
         "from ask_ranks import ask_ranks\n\n"
-        "def checker(answer):\n    return answer[0]\n\n"
+        "def checker(answer):\n"
+        "    return answer[0] if dist.get_rank() == 0 else sys.exit(3)\n\n"
         "if __name__ == '__main__':\n    ask_ranks(checker, [], 2, 'never')\n"
     )
     result = python(script)
-    said = "it ended with: IndexError: list index out of range (line 4 of mine.py)\n"
-    assert result.output == f"rank 0: {said}rank 1: {said}"
+    assert result.output == (
+        "rank 0: it ended with: IndexError: list index out of range (line 8 of mine.py)\n"
+        "rank 1: it ended with: SystemExit: 3 (line 8 of mine.py)\n"
+    )
     assert result.returncode == 1
+
+
+def test_what_follows_a_colon_at_the_end_of_a_line_is_told() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.nn.Linear(2, 1).load_state_dict({"weight": torch.zeros(1, 2)})
+    assert MODULES["ask_ranks"].in_words(caught.value) == (
+        "it ended with: Error(s) in loading state_dict for Linear: "
+        'Missing key(s) in state_dict: "bias".'
+    )
 
 
 def test_no_answer_stands_in_the_room() -> None:

@@ -273,6 +273,14 @@ def centres_in_place(own: torch.Tensor) -> tuple[float, float]:
     return mean, std
 
 
+def reduces_in_another_order(own: torch.Tensor) -> tuple[float, float]:
+    # The calls are alike in name and shape.
+    both = [own.sum(), torch.tensor(len(own))]
+    for one in both if dist.get_rank() == 0 else both[::-1]:
+        dist.all_reduce(one)
+    return (both[0] / both[1]).item(), 0.0
+
+
 def test_mean(worker_pool: WorkerPool, tmp_path: Path) -> None:
     no_mean = "of 4, 4, 4 numbers: its mean is "
     no_deviation = "of 4, 4, 4 numbers: its deviation is "
@@ -323,6 +331,14 @@ def test_mean(worker_pool: WorkerPool, tmp_path: Path) -> None:
             [f"{no_deviation}nan: the root of less than 0, or that of no"] * 3,
         ),
         (centres_in_place, ["of 4, 4, 4 numbers: it has changed the numbers"] * 3),
+        (
+            reduces_in_another_order,
+            [
+                f"of 4, 4, 4 numbers: this rank calls ALLREDUCE of shape [] in {mine}, "
+                f"another rank ALLREDUCE of shape [] in {other}"
+                for mine, other in (("Float", "Long"), *[("Long", "Float")] * 2)
+            ],
+        ),
     ]
     answers = [answer for answer, _ in hints]
     by_rank = worker_pool.run(try_means, str(tmp_path), answers, world_size=3)

@@ -22,24 +22,36 @@ from ranks import end_with_launcher, fail, start_ranks
 Checker = Callable[[Any], str]
 
 
-def in_words(error: Exception) -> str:
+# What torch says of a call: its name, and the shape and dtype of its tensor, if any.
+CALL = r"OpType=(\w+)(?:, TensorShape=\[([\d, ]*)\], TensorDtypes=(\w*))?"
+
+
+def in_words(error: BaseException) -> str:
     """Say in one line what an answer has raised, and in which line of its script."""
     text = str(error)
     if "Detected mismatch" in text:
-        calls = re.findall(r"OpType=(\w+)(?:, TensorShape=\[([\d, ]*)\])?", text)
-        mine, other = (f"{name} of shape [{shape}]" for name, shape in calls[:2])
+        first, second = re.findall(CALL, text)[:2]
+        mine, other = (
+            f"{name} of shape [{shape}]"
+            # The dtype says something only if all else is the same.
+            + (f" in {dtype}" if dtype and first[:2] == second[:2] else "")
+            for name, shape, dtype in (first, second)
+        )
         return f"this rank calls {mine}, another rank {other}"
     if missing := re.search(r"Ranks ([\d, ]+) failed to pass", text):
         return f"waited in a collective for rank {missing[1]}, who did not come"
     if "monitoredBarrier" in text:
         return "waited in a collective, to which not all ranks came"
-    first = (text.split("] ", 1)[-1].splitlines() or [""])[0]
+    lines = text.split("] ", 1)[-1].splitlines() or [""]
+    # "Error(s) in loading state_dict:" says nothing without the line below it.
+    said = " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
     script = getattr(sys.modules["__main__"], "__file__", None) or ""
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == script]
-    place = f" (line {lines[-1]} of {os.path.basename(script)})" if lines else ""
+    numbers = [frame.lineno for frame in frames if frame.filename == script]
+    name = os.path.basename(script)
+    place = f" (line {numbers[-1]} of {name})" if numbers else ""
     kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
-    return f"it ended with: {kind}{first}{place}"
+    return f"it ended with: {kind}{said}{place}"
 
 
 def ask_ranks(checker: Checker, answer: Any, nprocs: int, claim: str) -> None:
@@ -72,7 +84,7 @@ def be_asked(checker: Checker, answer: Any, claim: str) -> None:
     dist.init_process_group("gloo", timeout=timeout, **place)
     try:
         own = checker(answer)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         own = in_words(error)
     store.set(f"found {rank}", own or "right")
     status = 0
