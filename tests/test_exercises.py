@@ -1019,6 +1019,27 @@ def waits_for_its_call(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
     rpc.rpc_async("server", add_to_rows, args=(numbers, amount)).wait()
 
 
+def leaves_its_result_there(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
+    rpc.remote("server", add_to_rows, args=(numbers, -LOST.LR * gradient))
+
+
+def fetches_its_result(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
+    amount = -LOST.LR * gradient
+    rpc.remote("server", add_to_rows, args=(numbers, amount)).to_here()
+
+
+def adds_the_gradient(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
+    rpc.rpc_sync("server", add_to_rows, args=(numbers, LOST.LR * gradient))
+
+
+def forgets_the_amount(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
+    rpc.rpc_sync("server", add_to_rows, args=(numbers,))
+
+
+def indexes_too_far(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
+    rpc.rpc_sync("server", add_to_rows, args=(numbers, -LOST.LR * [gradient][1]))
+
+
 def stays_at_home(numbers: torch.Tensor, gradient: torch.Tensor) -> None:
     add_to_rows(numbers, -LOST.LR * gradient)
 
@@ -1078,6 +1099,20 @@ def test_steps_by_rpc(worker_pool: WorkerPool, tmp_path: Path) -> None:
         (
             waits_for_nothing,
             ["", *["a step returns before its call has: who waits"] * 2],
+        ),
+        (
+            leaves_its_result_there,
+            ["", *["a step returns before its call has: who waits"] * 2],
+        ),
+        (fetches_its_result, ["", "", ""]),
+        (adds_the_gradient, ["", *["row 0 moved the wrong way"] * 2]),
+        (
+            forgets_the_amount,
+            ["", *['a call ended with: TypeError("add_to_rows() missing 1 req'] * 2],
+        ),
+        (
+            indexes_too_far,
+            ["", *["it ended with: IndexError: list index out of range"] * 2],
         ),
         (stays_at_home, ["", *["none of 40 steps has reached the server's table"] * 2]),
         (

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
-from ask_ranks import ask_ranks
+from ask_ranks import ask_ranks, in_words
 from ranks import read_options
 from rpc_between_ranks import GuardedTable, open_rpc
 
@@ -58,6 +58,8 @@ def explain_table(found: torch.Tensor, own: int) -> str:
     shared, mine = rows[0].pop(), rows[own].pop()
     if shared == mine == 0:
         return f"none of {2 * STEPS} steps has reached the server's table"
+    if shared < 0:
+        return "row 0 moved the wrong way: a step subtracts LR times the gradient"
     if shared < 2 * STEPS:
         return (
             f"row 0, which both trainers change, has {shared:g} of {2 * STEPS} steps: "
@@ -77,7 +79,8 @@ def explain_table(found: torch.Tensor, own: int) -> str:
 def try_steps(answer: StepOnServer) -> str:
     """Be the server, or a trainer that takes its steps; say what came of them."""
     own, call, calls, failed = dist.get_rank(), rpc.rpc_sync, 0, ""
-    call_async, futures = rpc.rpc_async, list[Any]()
+    call_async, remote, to_here = rpc.rpc_async, rpc.remote, rpc.PyRRef.to_here
+    futures = list[Any]()
     trainers: Any = dist.new_group([1, 2])
     if own == 0:
         dist.barrier()  # the server answers calls until both trainers have looked
@@ -97,18 +100,35 @@ def try_steps(answer: StepOnServer) -> str:
         futures.append(call_async(*args, **kwargs))
         return futures[-1]
 
+    def remote_and_keep(*args: Any, **kwargs: Any) -> Any:
+        """Keep the future of a result that stays on the server."""
+        futures.append((rref := remote(*args, **kwargs))._get_future())
+        return rref
+
+    def to_here_and_wait(rref: Any, *args: Any, **kwargs: Any) -> Any:
+        """Wait for that future too, whose message may come after the result."""
+        result = to_here(rref, *args, **kwargs)
+        rref._get_future().wait()
+        return result
+
     numbers = torch.tensor([0, own, own])
     try:
         patched: Any = {"rpc_sync": call_and_wait, "rpc_async": call_and_keep}
-        with mock.patch.multiple(rpc, **patched):
+        patched |= {"remote": remote_and_keep}
+        with (
+            mock.patch.multiple(rpc, **patched),
+            mock.patch.object(rpc.PyRRef, "to_here", to_here_and_wait),
+        ):
             for _ in range(STEPS):
                 answer(numbers, torch.full((3, 4), -1 / LR))
                 if not all(future.done() for future in futures):
                     failed = "a step returns before its call has: who waits for it?"
         torch.futures.wait_all(futures)
-    except RuntimeError as error:
-        reason = str(error).split(":\n", 1)[-1]  # RPC says first where it was
-        failed = f"a call ended with: {reason.splitlines()[0]}"
+    except Exception as error:
+        reason = str(error).partition(":\n")[2]  # RPC says first where it was
+        failed = in_words(error)
+        if "On WorkerInfo(" in str(error):
+            failed = f"a call ended with: {reason.splitlines()[0]}"
     if calls == 0:
         dist.barrier(trainers)
     dist.barrier(trainers)  # both have taken their last step
