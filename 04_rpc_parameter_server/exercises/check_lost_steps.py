@@ -80,7 +80,7 @@ def try_steps(answer: StepOnServer) -> str:
     """Be the server, or a trainer that takes its steps; say what came of them."""
     own, call, calls, failed = dist.get_rank(), rpc.rpc_sync, 0, ""
     call_async, remote, to_here = rpc.rpc_async, rpc.remote, rpc.PyRRef.to_here
-    futures = list[Any]()
+    futures, created = list[Any](), dict[int, Any]()
     trainers: Any = dist.new_group([1, 2])
     if own == 0:
         dist.barrier()  # the server answers calls until both trainers have looked
@@ -102,13 +102,16 @@ def try_steps(answer: StepOnServer) -> str:
 
     def remote_and_keep(*args: Any, **kwargs: Any) -> Any:
         """Keep the future of a result that stays on the server."""
-        futures.append((rref := remote(*args, **kwargs))._get_future())
+        rref = remote(*args, **kwargs)
+        created[id(rref)] = rref._get_future()
+        futures.append(created[id(rref)])
         return rref
 
     def to_here_and_wait(rref: Any, *args: Any, **kwargs: Any) -> Any:
         """Wait for that future too, whose message may come after the result."""
         result = to_here(rref, *args, **kwargs)
-        rref._get_future().wait()
+        if id(rref) in created:
+            created[id(rref)].wait()
         return result
 
     numbers = torch.tensor([0, own, own])
