@@ -183,6 +183,11 @@ def receives_into_what_it_sends(tensor: torch.Tensor, isend: Send) -> torch.Tens
     return chunk
 
 
+def sends_past_the_last_rank(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
+    isend(tensor[0], dist.get_rank() + dist.get_world_size())
+    return tensor[0]
+
+
 def asks_for_a_chunk_too_many(tensor: torch.Tensor, isend: Send) -> torch.Tensor:
     return tensor[len(tensor)]
 
@@ -229,7 +234,8 @@ def test_answer_passes(worker_pool: WorkerPool, world_size: int) -> None:
             returns_its_own_number,
             [
                 f"the part of rank {missing} is missing; it sent 8 numbers to rank "
-                f"{right}: is what arrives added, and the first chunk the right one?"
+                f"{right}: is what arrives waited for and added, and the first chunk "
+                "right?"
                 for missing, right in (("1, 2", 1), ("0, 2", 2), ("0, 1", 0))
             ],
         ),
@@ -237,7 +243,8 @@ def test_answer_passes(worker_pool: WorkerPool, world_size: int) -> None:
             copies_what_arrives,
             [
                 f"the part of rank {missing} is missing; it sent 8 numbers to rank "
-                f"{right}: is what arrives added, and the first chunk the right one?"
+                f"{right}: is what arrives waited for and added, and the first chunk "
+                "right?"
                 for missing, right in (("0, 2", 1), ("0, 1", 2), ("1, 2", 0))
             ],
         ),
@@ -290,6 +297,10 @@ def test_answer_passes(worker_pool: WorkerPool, world_size: int) -> None:
             ["a chunk changed before its send was waited for: is what arrives"] * 3,
         ),
         (asks_for_a_chunk_too_many, ["it ended with: IndexError: index 3 is out"] * 3),
+        (
+            sends_past_the_last_rank,
+            [f"it ended with: ValueError: there is no rank {to}" for to in (3, 4, 5)],
+        ),
         (returns_nothing, ["it returned NoneType, not a tensor"] * 3),
         # Whose time-out ends first is open; the others then lose their connection.
         (sends_first_and_waits, ["it ended with: "] * 3),
@@ -396,7 +407,8 @@ def test_any_error_is_told_in_one_line(tmp_path: Path) -> None:
     )
     result = python(script)
     assert result.output == (
-        "rank 0: it ended with: IndexError: list index out of range (line 8 of mine.py)\n"
+        "rank 0: it ended with: IndexError: list index out of range (line 8 of "
+        "mine.py)\n"
         "rank 1: it ended with: SystemExit: 3 (line 8 of mine.py)\n"
     )
     assert result.returncode == 1

@@ -51,6 +51,8 @@ def try_reduce_scatter(answer: ReduceScatter) -> str:
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     def isend(tensor: torch.Tensor, to: int) -> Sending:
+        if to not in range(world_size):
+            raise ValueError(f"there is no rank {to}")
         sent[to] += tensor.numel()
         sendings.append(Sending(tensor, to))
         return sendings[-1]
@@ -114,7 +116,7 @@ def wrong_chunk(result: object, sent: Counter, rank: int, world_size: int) -> st
         digits = [int(value) // 10**other % 10 for other in range(world_size)]
         missing = ", ".join(str(r) for r, digit in enumerate(digits) if digit == 0)
         if missing:
-            hint = "is what arrives added, and the first chunk the right one?"
+            hint = "is what arrives waited for and added, and the first chunk right?"
             if sent.total() < needed:
                 hint = "too few steps?"
             return f"the part of rank {missing} is missing; it sent {seen}: {hint}"
