@@ -1215,9 +1215,13 @@ def step_with_flaw(
     limit = mock.patch.object(broken_pipeline, "MAX_NORM", 1e9)
     always = mock.patch.object(nn.utils, "clip_grads_with_norm_", scale_to)
     still = mock.patch.object(optimizer, "step", lambda: None)
+    kept = mock.patch.object(optimizer, "zero_grad", lambda: None)
+    # Neither squared before the sum nor its root taken after it.
+    added = mock.patch.multiple(torch.Tensor, square=lambda t: t, sqrt=lambda t: t)
     with contextlib.ExitStack() as stack:
         stack.enter_context(loss)
         patches = {"own": norm, "none": limit, "always": always, "still": still}
+        patches |= {"kept": kept, "added": added}
         for name, patch in patches.items():
             if flaw == name:
                 stack.enter_context(patch)
@@ -1251,10 +1255,12 @@ def test_broken_pipeline_s_checker(worker_pool: WorkerPool) -> None:
         "none": "nothing is clipped",
         "ten": "a step is taken as if every batch had 10 samples",
         "always": "a norm below the limit is scaled up to it",
+        "added": "the stages' norms are added up: the squares do that",
+        "kept": "the gradients of earlier steps are still there: who clears them?",
         "still": "its weights have not moved",
     }
     by_rank = worker_pool.run(try_steps, list(hints))
     assert [found[0] for found in by_rank] == ["", ""]
-    assert len(by_rank[0]) == len(hints) + 1 == 8
+    assert len(by_rank[0]) == len(hints) + 1 == 10
     for number, hint in enumerate(hints.values(), start=1):
         assert all(hint in found[number] for found in by_rank), by_rank

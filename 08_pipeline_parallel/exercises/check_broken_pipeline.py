@@ -26,6 +26,8 @@ LOSSES = {
 NORMS = {
     "whole": "",
     "own": "this stage clips by the norm of its layers, not of all layers",
+    "added": "the stages' norms are added up: the squares do that",
+    "kept": "the gradients of earlier steps are still there: who clears them?",
     "none": "nothing is clipped",
     "always": "a norm below the limit is scaled up to it",
 }
@@ -64,7 +66,7 @@ def train_whole(loss: str, norm: str) -> list[nn.Module]:
     parts = both_parts()
     whole = nn.Sequential(*parts)
     optimizer = torch.optim.SGD(whole.parameters(), lr=1.0)
-    clipped = {"own": parts, "none": []}.get(norm, [whole])
+    clipped = {"own": parts, "none": [], "added": []}.get(norm, [whole])
     for micro_batches in batches():
         samples = sum(len(x) for x, _ in micro_batches)
         for x, y in micro_batches:
@@ -74,10 +76,15 @@ def train_whole(loss: str, norm: str) -> list[nn.Module]:
         if norm == "always":
             for p in whole.parameters():
                 torch.as_tensor(p.grad).mul_(1e6)  # no norm is below the limit now
+        if norm == "added":
+            each = [[torch.as_tensor(p.grad) for p in q.parameters()] for q in parts]
+            total = torch.stack([*map(nn.utils.get_total_norm, each)]).sum()
+            nn.utils.clip_grads_with_norm_(whole.parameters(), MAX_NORM, total)
         for module in clipped:
             nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
         optimizer.step()
-        optimizer.zero_grad()
+        if norm != "kept":
+            optimizer.zero_grad()
     return parts
 
 
