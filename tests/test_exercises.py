@@ -22,8 +22,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -802,6 +806,44 @@ def stop_with_flaw(
             saves = rank == 1 if flaw == "rank 1 saves" else rank == 0
             if (saves or flaw == "all save") and flaw != "nobody saves":
                 torch.save(content, path)
+            if flaw == "all save to one open file":
+                with path.open("wb") as file:
+                    torch.save(content, file)
+            return
+
+
+def saves_in_shards(
+    ddp_model: DistributedDataParallel,
+    batches: Any,
+    path: Path,
+    is_told: Callable[[], bool],
+) -> None:
+    """Do what the answer does, with a folder in which each rank writes a file."""
+    optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.1, momentum=0.9)
+    step, told = 0, torch.zeros(1)
+    if path.exists():
+        states = get_state_dict(ddp_model, optimizer)
+        content: Any = {"model": states[0], "optimizer": states[1], "step": 0}
+        dcp.load(content, checkpoint_id=path)
+        set_state_dict(
+            ddp_model,
+            optimizer,
+            model_state_dict=content["model"],
+            optim_state_dict=content["optimizer"],
+        )
+        step = content["step"]
+    while step < len(batches):
+        inputs, labels = batches[step]
+        F.mse_loss(ddp_model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        told.fill_(is_told())
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        if told:
+            states = get_state_dict(ddp_model, optimizer)
+            content = {"model": states[0], "optimizer": states[1], "step": step}
+            dcp.save(content, checkpoint_id=path)
             return
 
 
@@ -815,6 +857,7 @@ def test_stop_and_resume(worker_pool: WorkerPool, tmp_path: Path) -> None:
     hints: Hints = [
         (train_until_told, [""] * 2),
         (STOPS_ALONE.train_until_told, [left, waited]),
+        (saves_in_shards, [""] * 2),
     ]
     hints += [
         (functools.partial(stop_with_flaw, flaw=flaw), expected)
@@ -833,6 +876,7 @@ def test_stop_and_resume(worker_pool: WorkerPool, tmp_path: Path) -> None:
             "never stops": [told_0.format(12)] * 2,
             "rank 1 saves": [""] * 2,
             "all save": ["2 ranks save: one is enough, and two at once may"] * 2,
+            "all save to one open file": ["2 ranks save: one is enough, and two"] * 2,
             "nobody saves": ["nobody has saved anything"] * 2,
         }.items()
     ]
@@ -1197,6 +1241,8 @@ def push_with_flaw(self: Any, gradient: torch.Tensor, flaw: str) -> Any:
             answer.set_result(self.weights.clone())
     if flaw == "waits":
         answer.wait()
+    if flaw == "chained":
+        return answer.then(lambda future: future.value())
     return None if flaw == "returns nothing" else answer
 
 
@@ -1245,6 +1291,7 @@ def push_with_flaw(self: Any, gradient: torch.Tensor, flaw: str) -> Any:
             "3 trainers, step 1: trainer 0 got no answer: TypeError('pu",
         ),
         ("acquires", ""),
+        ("chained", ""),
     ],
 )
 def test_waiting_server(flaw: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1345,8 +1392,41 @@ class AdamOfUnequalShards:
             dist.broadcast(part, rank)
 
 
+class AdamOfDTensor:
+    """A third: a DTensor, whose state is one too."""
+
+    def __init__(self, weights: torch.Tensor, lr: float) -> None:
+        """Take a shard."""
+        self.weights = weights
+        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.parameter = torch.nn.Parameter(self.shard(weights))
+        self.adam = torch.optim.Adam([self.parameter], lr)
+
+    def shard(self, whole: torch.Tensor) -> DTensor:
+        """Return this rank's shard."""
+        return distribute_tensor(whole, self.mesh, [Shard(0)])
+
+    def step(self, gradient: torch.Tensor) -> None:
+        """Step for the shard, and gather all."""
+        self.parameter.grad = self.shard(gradient)
+        self.adam.step()
+        whole: Any = self.parameter.detach()
+        self.weights.copy_(whole.full_tensor())
+
+
+def divides_by_a_word(weights: torch.Tensor, lr: float) -> Any:
+    return weights / "three"  # type: ignore[operator]
+
+
 def test_sharded_adam(worker_pool: WorkerPool, tmp_path: Path) -> None:
     hints: Hints = [(ShardedAdam, [""] * 3), (AdamOfUnequalShards, [""] * 3)]
+    hints += [
+        (AdamOfDTensor, [""] * 3),
+        (
+            divides_by_a_word,
+            ["36 weights: it ended with: TypeError: unsupported op"] * 3,
+        ),
+    ]
     part = "36 weights: step 1 changes 12 of 36 weights, from number"
     sizes = "35 weights: this rank calls ALLGATHER of shape "
     hints += [
@@ -1413,7 +1493,7 @@ def train_engine(model: Any, batches: list[Any], config: Any, flaw: str) -> Any:
         engine.backward(loss / 2 if flaw == "divided" else loss)
         if flaw != "steps at the end" or number % 2 == 0:
             engine.step()
-    return engine
+    return None if flaw == "returns nothing" else engine
 
 
 def test_engine(worker_pool: WorkerPool, tmp_path: Path) -> None:
@@ -1450,6 +1530,10 @@ def test_engine(worker_pool: WorkerPool, tmp_path: Path) -> None:
         (
             (broken_engine.CONFIG, loop(train_engine, flaw="divided")),
             ["all gradients were 2 times too small: divided twice?"] * 2,
+        ),
+        (
+            (broken_engine.CONFIG, loop(train_engine, flaw="returns nothing")),
+            ["train_with_engine returned NoneType, not the engine"] * 2,
         ),
         (
             (faster, loop(train_engine, flaw="divided")),

@@ -118,10 +118,9 @@ def explain_stop(rank: int, did: list[Any], told: int) -> str:
         return f"this rank left after step {mine}, the other after step {other}"
     if not TOLD <= mine <= LATEST:
         return f"it left after step {mine}; rank {told} was told to after step {TOLD}"
-    if writers := sum(saves > 0 for _, _, saves in did):
-        if writers == 1:
-            return ""
+    files = [names for _, _, names in did]
+    if set.intersection(*files):
         return (
-            f"{writers} ranks save: one is enough, and two at once may break the file"
+            f"{len(did)} ranks save: one is enough, and two at once may break the file"
         )
-    return "nobody has saved anything"
+    return "" if any(files) else "nobody has saved anything"

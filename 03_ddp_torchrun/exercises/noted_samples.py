@@ -28,10 +28,16 @@ class NotedDataset(Dataset):
         return self.samples[index]
 
 
-def files_written(save: mock.Mock) -> int:
-    """Count the calls of `torch.save` but for those in memory, which pickle makes."""
-    given = [[*args, *words.values()] for args, words in save.call_args_list]
-    return sum(not any(isinstance(a, BytesIO) for a in one) for one in given)
+def files_written(save: mock.Mock) -> set[str]:
+    """Name the files given to `torch.save`; pickle makes calls too, in memory.
+
+    A file may be given by its path, or open, or in a wrapper, as DCP gives it.
+    """
+    given = [
+        words["f"] if "f" in words else args[1] for args, words in save.call_args_list
+    ]
+    files = [getattr(one, "raw", one) for one in given if not isinstance(one, BytesIO)]
+    return {str(getattr(file, "name", file)) for file in files}
 
 
 def by_epoch(noted: list[Any], epochs: int) -> list[list[Any]]:

@@ -59,7 +59,7 @@ def push_here(gradient: torch.Tensor) -> Any:
     answered = False
     try:
         future = Served.server.push(gradient)
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):
             raise TypeError(f"push returned {type(future).__name__}, not a future")
         answered = future.done()
         if answered and isinstance(future.value(), torch.Tensor):

@@ -85,6 +85,8 @@ def weights_alone(rank: int | None, factor: float) -> torch.Tensor:
 
 def explain_engine(engine: Any, rank: int) -> str:
     """Say what is wrong with an engine that has trained, or nothing."""
+    if not hasattr(engine, "train_batch_size"):
+        return f"train_with_engine returned {type(engine).__name__}, not the engine"
     samples = engine.train_batch_size()
     if samples != 4 * ACCUMULATED * WORLD_SIZE:
         return f"a step takes {samples} samples, and is to take 16"

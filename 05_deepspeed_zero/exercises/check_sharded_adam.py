@@ -44,8 +44,9 @@ def gradient_at(step: int, length: int) -> torch.Tensor:
 
 def first_moments(adam: torch.optim.Optimizer) -> torch.Tensor:
     """Return the first moments that the optimizer keeps, in one tensor."""
-    kept = [state["exp_avg"].flatten() for state in adam.state.values()]
-    return torch.cat([torch.empty(0), *kept])
+    kept = [state["exp_avg"] for state in adam.state.values()]
+    local = [getattr(moment, "to_local", moment.detach)() for moment in kept]
+    return torch.cat([torch.empty(0), *(moment.flatten() for moment in local)])
 
 
 def explain_weights(
@@ -94,7 +95,7 @@ def try_length(answer: Answer, length: int, lr: float) -> str:
                 return f"step {step + 1} changes the gradient that it was given"
         moments = first_moments(sharded.adam)
     except Exception as error:
-        return in_words(RuntimeError(error))
+        return in_words(error)
     kept, shard = len(moments), -(-length // WORLD_SIZE)
     if kept > shard:
         return (

@@ -111,8 +111,7 @@ def try_training(answer: Callable) -> str:
             losses = answer(model, mesh, steps)
         whole = [getattr(p, "full_tensor", p.detach)() for p in model.parameters()]
     except FAULTS as error:
-        failure = error if isinstance(error, RuntimeError) else RuntimeError(error)
-        return in_words(failure)
+        return in_words(error)
     torch.manual_seed(0)
     alone = Blocks()
     due = train_one_process(alone)

@@ -82,8 +82,7 @@ def try_loop(answer: Answer) -> str:
         try:
             return explain_loop(answer)
         except FAULTS as error:
-            failure = error if isinstance(error, RuntimeError) else RuntimeError(error)
-            return in_words(failure)
+            return in_words(error)
 
 
 def build_unlike(build_model: Callable[[], nn.Module]) -> nn.Module:
@@ -101,7 +100,7 @@ def explain_loop(answer: Answer) -> str:
     def wrap(model: nn.Module) -> Any:
         prepared, optimizer = prepare(model)
         if {*map(id, prepared.parameters())} != {*map(id, model.parameters())}:
-            raise ValueError("prepare() returns another model: train the given one")
+            raise RuntimeError("prepare() returns another model: train the given one")
         noted.model.append(prepared)
         optimizers.append(optimizer)
         return prepared

@@ -90,7 +90,7 @@ def try_block(answer: tuple[Callable, Callable]) -> str:
         block = build(WholeBlock())
         train(block, batches)
     except FAULTS as error:
-        return in_words(RuntimeError(error))
+        return in_words(error)
     return explain_training(block, train_whole(batches))
 
 

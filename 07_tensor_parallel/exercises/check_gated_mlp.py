@@ -78,7 +78,7 @@ def try_gated_mlp(answer: Any) -> str:
         with Collectives() as backward:
             y.backward(grad)
     except FAULTS as error:
-        return in_words(RuntimeError(error))
+        return in_words(error)
     hint = ": x is read twice; is one of its two gradients not summed?"
     if text := explain("the gradient of x", leaf.grad, right[1], terms[1], hint):
         return text
