@@ -393,6 +393,8 @@ def fill_buckets(parameters: list[Any], cap: int, flaw: str) -> None:
         for gradient, part in zip(bucket, parts, strict=True):
             if flaw != "does not write back":
                 gradient.copy_(part.view_as(gradient))
+            if flaw == "writes into a parameter":
+                parameters[0].data.fill_(1)
 
 
 def test_buckets(worker_pool: WorkerPool, tmp_path: Path) -> None:
@@ -408,6 +410,7 @@ def test_buckets(worker_pool: WorkerPool, tmp_path: Path) -> None:
             "last layer first": f"{first}the messages have [3, 40, 13, 30, 25] numbers",
             "mixes them up": f"{first}gradient 0 begins with number 5 of gradient 0",
             "does not write back": f"{first}111 numbers were sent, but gradient 0",
+            "writes into a parameter": f"{first}right, but parameter 0 has changed",
             "an exact fit is too large": "cap 36: the messages have [25, 30, 13, 40",
             "fills on behind a larger one": f"{first}the messages have [40, 25, 30, 1",
             "begins with one": "cap 19: it ended with: ",
@@ -1506,6 +1509,8 @@ def test_engine(worker_pool: WorkerPool, tmp_path: Path) -> None:
         "gradient_accumulation_steps": 4,
     }
     clipped = broken_engine.CONFIG | {"gradient_clipping": 0.1}
+    by_default = dict(broken_engine.CONFIG)
+    del by_default["gradient_clipping"]
     faster = broken_engine.CONFIG | {
         "optimizer": {"type": "SGD", "params": {"lr": 0.2}}
     }
@@ -1549,7 +1554,11 @@ def test_engine(worker_pool: WorkerPool, tmp_path: Path) -> None:
         ),
         (
             (clipped, broken_engine.train_with_engine),
-            ["its weights are not those that one"] * 2,
+            ["it clips gradients at a norm of 0.1"] * 2,
+        ),
+        (
+            (by_default, broken_engine.train_with_engine),
+            ["it clips gradients at a norm of 1.0"] * 2,
         ),
         (
             (misspelt, broken_engine.train_with_engine),

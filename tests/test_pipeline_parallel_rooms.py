@@ -1139,6 +1139,11 @@ def forgets_the_last(stage: int, stages: int, micro_batches: int) -> list[str]:
     return stage_order.order_of(stage, stages, micro_batches)[:-1]
 
 
+def returns_a_tuple(stage: int, stages: int, micro_batches: int) -> tuple[str, ...]:
+    """Return the right calls in something else."""
+    return tuple(stage_order.order_of(stage, stages, micro_batches))
+
+
 def waits_for_the_next(stage: int, stages: int, micro_batches: int) -> list[str]:
     """Let stage 0 want its first gradient before the last stage has its input."""
     calls = stage_order.order_of(stages - 1, stages, micro_batches)
@@ -1171,6 +1176,7 @@ def ahead_of_too_few(stage: int, stages: int, micro_batches: int) -> list[str]:
         (one_forward_too_many, "stage 0 has 5 in flight, where 4 are needed"),
         (all_like_the_last, "4 stages, 6 micro-batches: 48 units of time, not 18"),
         (backwards, "messages arrive in the order 0, 1, 2"),
+        (returns_a_tuple, "stage 0 returns a tuple, not a list"),
         (forgets_the_last, "stage 0 makes the calls B0 B1 B2 B3 B4, not B0"),
         (waits_for_the_next, "the stages wait for each other"),
         (one_backward_more, "22 units of time, not 18"),

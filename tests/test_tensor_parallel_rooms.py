@@ -426,6 +426,11 @@ class FlawedMLP(gated_mlp.GatedMLP):
         if flaw == "every other row":
             self.gate, self.up = (nn.Parameter(w[rank::n].clone()) for w in whole[:2])
             self.down = nn.Parameter(whole[2][:, rank::n].clone())
+        if flaw == "a layer":
+            layer = nn.Linear(1, 1, bias=False)
+            layer.weight = self.gate
+            del self.gate
+            self.gate = layer
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, D) to something like (B, T, D)."""
@@ -435,7 +440,8 @@ class FlawedMLP(gated_mlp.GatedMLP):
             copied = twice = x
         if self.flaw == "gate alone":
             twice = x
-        hidden = F.silu(F.linear(copied, self.gate)) * F.linear(twice, self.up)
+        gate = getattr(self.gate, "weight", self.gate)
+        hidden = F.silu(F.linear(copied, gate)) * F.linear(twice, self.up)
         y = F.linear(hidden, self.down)
         if self.flaw == "no sum":
             return y
@@ -459,6 +465,7 @@ MLP_HINTS = {
     "every other row": "the gradient of gate is not that of one process, for the part",
     "gate alone": "the gradient of x is not that of one process: x is read twice",
     "gathers terms": "right, but forward calls allgather_, where one all-reduce will",
+    "a layer": "right, but gate is a Linear, and is to be the parameter itself",
     "down by columns": "it ended with: mat1 and mat2 shapes cannot be multiplied",
 }
 
@@ -474,7 +481,7 @@ def test_gated_mlp_is_told_what_is_wrong(worker_pool: WorkerPool) -> None:
     told = worker_pool.run(tell_mlps)
     due = ["right, but this rank keeps 144 weights; a part has 72", ""]
     due += MLP_HINTS.values()
-    assert len(told) == 2 and len(due) == 15
+    assert len(told) == 2 and len(due) == 16
     for of_rank in told:
         # A hint may go on with the sizes; where none is due, none is given.
         cut = [

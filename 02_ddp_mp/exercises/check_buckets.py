@@ -75,6 +75,9 @@ def try_case(answer: Average, cap: int, needed: list[int], without: int | None) 
     ]
     wrong = [text for text in found if text]
     if not wrong:
+        for number, parameter in enumerate(parameters):
+            if parameter.any():
+                return f"right, but parameter {number} has changed, not only gradients"
         return explain_messages(sent, cap, needed)
     if sent and "local" in wrong[0] and len(wrong) == len(SHAPES):
         return f"{sum(sent)} numbers were sent, but {wrong[0]}: who reads the mean?"

@@ -95,6 +95,8 @@ def explain_engine(engine: Any, rank: int) -> str:
         return f"the config says {said} samples at a time, but the batches hold 4"
     if (rates := engine.get_lr()) != [LR]:
         return f"the learning rate is {rates[0]}, and is to stay {LR}"
+    if limit := engine.gradient_clipping():
+        return f"it clips gradients at a norm of {limit}: what does the config say?"
     if engine.global_steps != NEEDED_STEPS:
         text = (
             f"{engine.global_steps} steps of 16 samples, where {NEEDED_STEPS} are due"

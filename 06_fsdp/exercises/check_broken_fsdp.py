@@ -129,7 +129,10 @@ def explain_moves(ours: list[Tensor], right: list[Any], first: list[Tensor]) -> 
     if all(torch.allclose(a, b.detach(), atol=1e-5) for a, b in pairs):
         return ""
     if all(map(torch.equal, ours, first)):
-        return "no weight has moved: which parameters does the optimizer have?"
+        return (
+            "no weight has moved: which parameters does the optimizer have, or was no "
+            "gradient reduced?"
+        )
     moved = sum(torch.dist(a, b).item() for a, b in zip(ours, first, strict=True))
     should = sum(torch.dist(a, b).item() for a, b in zip(right, first, strict=True))
     times = moved / should

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ask_ranks import ask_ranks, in_words
@@ -106,6 +106,9 @@ def explain_weights(model: Any, right: list[Tensor]) -> str:
     rank = dist.get_rank()
     for (name, dim), whole in zip(CUTS.items(), right, strict=True):
         found, due = getattr(model, name, None), whole.chunk(WORLD_SIZE, dim)[rank]
+        if isinstance(found, nn.Module):
+            kind = type(found).__name__
+            return f"right, but {name} is a {kind}, and is to be the parameter itself"
         text = explain(
             f"the gradient of {name}",
             getattr(found, "grad", None),

@@ -52,7 +52,7 @@ def explain_orders(order_of: Answer, stages: int, micro_batches: int) -> str:
 def explain_calls(calls: list[str], micro_batches: int) -> str:
     """Say what is wrong with the calls of one stage by themselves, or nothing."""
     if not isinstance(calls, list):
-        return f"has no list of calls but {calls!r}"
+        return f"returns a {type(calls).__name__}, not a list"
     for letter in "FB":
         wanted = [f"{letter}{i}" for i in range(micro_batches)]
         found = [call for call in calls if call[:1] == letter]
