@@ -430,7 +430,7 @@ class FlawedMLP(gated_mlp.GatedMLP):
             layer = nn.Linear(1, 1, bias=False)
             layer.weight = self.gate
             del self.gate
-            self.gate = layer
+            self.register_module("gate", layer)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, D) to something like (B, T, D)."""
