@@ -54,6 +54,41 @@ def validation_loss(model, dataset, device) -> float:
     return total.item() / len(dataset)
 
 
+def save_parts(parts, epochs_done) -> None:
+    """Write what a run needs to go on; rank 0 alone calls it."""
+    state = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({**state, "epoch": epochs_done}, f"{FILE}.tmp")
+    os.replace(f"{FILE}.tmp", FILE)  # whole, new or old, unless power fails
+
+
+def load_parts(parts, optimizer) -> int:
+    """Load what was saved, if anything; every rank calls it. Return the epochs done."""
+    if not os.path.exists(FILE):  # all machines must share the file system that has it
+        return 0
+    rates = [group["lr"] for group in optimizer.param_groups]
+    # Each part then moves its tensors to its device, but for Adam's counts of steps,
+    # which are read in each step and would be slow there.
+    saved = torch.load(FILE, map_location="cpu")
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+            if part is optimizer:  # without gradients a step changes nothing, but
+                optimizer.step()  # raises if the settings are another optimizer's
+    except (KeyError, RuntimeError, ValueError) as e:
+        sys.exit(f"{FILE}: another model or optimizer: {str(e).splitlines()[-1]}")
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate  # that of the first step; main() then steps the schedule
+    return saved["epoch"]
+
+
+def share_buffers(model) -> None:
+    """Give all ranks rank 0's, such as BatchNorm's statistics, as it saves them."""
+    for buffer in model.buffers():
+        dist.broadcast(values := buffer.contiguous(), src=0)
+        if not values.equal(buffer):  # contiguous() has copied a strided one
+            buffer.copy_(values)
+
+
 def main() -> None:
     """Join, build, resume; train, compare the ranks, evaluate and save each epoch."""
     if os.path.exists(FILE) and not is_zipfile(FILE):
@@ -73,19 +108,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     steps = EPOCHS * (len(loader) // ACCUMULATE) or sys.exit("too few samples per rank")
     schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
-    rates = [group["lr"] for group in optimizer.param_groups]
-    parts, first_epoch = {"model": model, "adam": optimizer}, 0
-    if os.path.exists(FILE):  # on every machine, so on a file system that they share
-        saved = torch.load(FILE, map_location="cpu")  # Adam counts its steps there
-        try:
-            for name, part in parts.items():
-                part.load_state_dict(saved[name])
-            optimizer.step()  # without gradients no change, or a KeyError
-        except (KeyError, RuntimeError, ValueError) as e:
-            sys.exit(f"{FILE}: another model or optimizer: {str(e).splitlines()[-1]}")
-        first_epoch = saved["epoch"]
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+    parts = {"model": model, "adam": optimizer}  # all that is saved and loaded
+    first_epoch = load_parts(parts, optimizer)
     for _ in range(first_epoch * steps // EPOCHS):  # as these ranks count them
         schedule.step()
     dist.all_gather_object(seen := [0] * world_size, first_epoch)
@@ -98,21 +122,18 @@ def main() -> None:
         sampler.set_epoch(epoch)  # another order in each epoch
         torch.manual_seed(epoch * world_size + rank)  # dropout, also of a resumed run
         train_one_epoch(ddp_model, optimizer, schedule, loader, device)
+        # Ranks that all-reduced other gradients have other weights, hardly equal norms.
         norm = sum(p.cpu().abs().double().norm().item() for p in model.parameters())
         dist.all_gather_object(seen, norm)
         if len(set(map(str, seen))) > 1:  # as text, for NaN is not equal to NaN
             sys.exit(f"epoch {epoch}: the ranks' weights differ; their norms: {seen}")
-        for part in parts.values():  # BatchNorm's statistics, as rank 0 saves them
-            for buffer in getattr(part, "buffers", list)():  # optimizers have none
-                dist.broadcast(values := buffer.contiguous(), src=0)
-                if not values.equal(buffer):  # contiguous() has copied a strided one
-                    buffer.copy_(values)
+        for part in parts.values():
+            if isinstance(part, torch.nn.Module):
+                share_buffers(part)
         loss = validation_loss(model, test_set, device)
         if rank == 0:
             print(f"epoch {epoch} | validation loss {loss:.3f}", flush=True)
-            state = {name: part.state_dict() for name, part in parts.items()}
-            torch.save({**state, "epoch": epoch + 1}, f"{FILE}.tmp")
-            os.replace(f"{FILE}.tmp", FILE)  # whole, new or old, unless power fails
+            save_parts(parts, epoch + 1)
 
 
 if __name__ == "__main__":

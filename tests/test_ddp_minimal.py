@@ -666,10 +666,10 @@ def test_the_loss_that_is_printed_is_that_of_the_model_that_is_saved(
 # What a reader does who adds a running mean of the weights.
 WITH_A_MEAN = (
     (
-        'parts, first_epoch = {"model": model, "adam": optimizer}, 0',
+        'parts = {"model": model, "adam": optimizer}  # all that is saved and loaded',
         """mean = torch.optim.swa_utils.AveragedModel(model)
     optimizer.register_step_post_hook(lambda *_: mean.update_parameters(model))
-    parts, first_epoch = {"model": model, "adam": optimizer, "mean": mean}, 0""",
+    parts = {"model": model, "adam": optimizer, "mean": mean}""",
     ),
     ("validation_loss(model,", "validation_loss(mean,"),
 )
@@ -699,6 +699,28 @@ def test_a_second_module_is_evaluated_as_it_is_saved(
     held_out = module.WindowDataset(module.load_text(None, 128)[1], 128, 512)
     _, inputs, labels = next(iter(torch.utils.data.DataLoader(held_out, 512)))
     assert printed == pytest.approx(mean(inputs, labels).item(), abs=6e-4)
+
+
+def test_loading_takes_no_step(tmp_path: Path) -> None:
+    module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
+    model = torch.nn.Linear(2, 2)
+    mean = torch.optim.swa_utils.AveragedModel(model)
+    adam = torch.optim.AdamW(model.parameters())
+    adam.register_step_post_hook(lambda *_: mean.update_parameters(model))
+    parts = {"model": model, "adam": adam, "mean": mean}
+    model(torch.ones(1, 2)).sum().backward()
+    adam.step()
+    adam.zero_grad()
+    adam.step()  # the mean is no longer the model
+    with mock.patch.object(module, "FILE", str(tmp_path / FILE)):
+        assert module.load_parts(parts, adam) == 0
+        module.save_parts(parts, 1)
+        assert module.load_parts(parts, adam) == 1
+    saved = torch.load(tmp_path / FILE)
+    assert saved["mean"]["n_averaged"] == mean.n_averaged == 2
+    counts = [state["step"] for state in adam.state.values()]
+    assert counts == [1, 1]  # the second step had no gradients
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
 def steps_of_an_epoch() -> tuple[float, int, list[Any]]:
