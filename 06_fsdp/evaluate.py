@@ -63,7 +63,7 @@ def gathered_once(model: Any) -> Iterator[None]:
         yield
     finally:
         for block in model.blocks:
-            block.set_reshard_after_forward(True)  # the default
+            block.set_reshard_after_forward(True)  # the default, whatever was before
         free_gathered(model)
 
 

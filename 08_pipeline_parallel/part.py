@@ -72,7 +72,8 @@ class Part(nn.Module):
 def add_tied_gradients(part: Any, ends: Any) -> None:
     """Let embedding and head, one matrix on two stages, have the sum of both gradients.
 
-    Both hold the same values, get the same gradient, and so stay the same matrix.
+    Both hold the same values, get the same gradient, and so stay the same matrix. Call
+    this once a step, after all backward passes: a second call adds up sums.
     """
     if (tied := part.tied_weight()) is not None and tied.requires_grad:
         dist.all_reduce(tied.grad, group=ends)

@@ -86,7 +86,8 @@ class StagedGPT(GPT):
                 x = floats.new_empty(*inputs.shape, self.config.width)
                 dist.recv(x, before)
             if rank == owner:
-                x = self.parts[str(i)](x, labels)
+                # Under autocast it computes in bf16; the others receive in float32.
+                x = self.parts[str(i)](x, labels).to(floats.dtype)
         if not self.is_last:
             logits = (*inputs.shape, self.config.vocabulary)
             x = floats.new_empty(logits if labels is None else ())
@@ -116,10 +117,12 @@ class StagedGPT(GPT):
         return {name: whole[name] for name in on_no_device(self).state_dict()}
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take this rank's layers out of a whole model's."""
+        """Take this rank's layers out of a whole model's; raise what GPT would."""
+        keys = on_no_device(self).load_state_dict(state_dict, assign=True)
         for part in self.parts.values():
             own = {name: state_dict[name] for name in part.state_dict()}
             part.load_state_dict(own)
+        return keys
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -136,8 +139,8 @@ def on_no_device(model: StagedGPT) -> GPT:
 def save_whole_state(model: StagedGPT, optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer's `state_dict` be the whole model's too; all ranks call that.
 
-    An optimizer numbers its parameters. What is saved has the numbers of the whole
-    model's, so that one process, or another number of stages, can load it.
+    An optimizer, here of one parameter group, numbers its parameters. What is saved has
+    the whole model's numbers, so that any number of stages can load it.
     """
     names = [name for name, _ in on_no_device(model).named_parameters()]
     tied = {"head.weight": "token_embedding.weight"} if model.config.tied else {}

@@ -64,8 +64,8 @@ def add_gradients(pipeline: Any, model: StagedGPT, micro_batches: list) -> Tenso
     """Run a step's forward and backward passes; return the sum of losses.
 
     A micro-batch is (indices, inputs, labels), the last two (B, T), all of one size.
-    Every rank calls this with the same ones; then each holds its layers' gradient of
-    the mean loss.
+    Every rank calls this with the same ones, once a step; then each holds its layers'
+    gradient of the mean loss.
     """
     device = next(model.parameters()).device
     _, *tokens = zip(*micro_batches, strict=True)

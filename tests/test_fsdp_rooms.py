@@ -1,6 +1,7 @@
 """Chapter 06, its rooms: the table of all ways, the dictionary, mistakes, exercises."""
 
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
@@ -56,6 +57,36 @@ def forget_the_last_group() -> None:
 
     deepspeed.comm.comm.cdb = None
     importlib.reload(groups)
+
+
+def error_of_two_micro_batches(stage: int) -> float:
+    """Add up two backward passes in a step by hand; return how far a weight is."""
+    by_hand = script(TABLE, "zero_by_hand")
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    zero = by_hand.ZeRO(model, [model[0]], stage, lr=0.01)
+    for x in torch.randn(2, 6, 4).split(3, dim=1):
+        rank = dist.get_rank()
+        zero.model(x[rank]).square().mean().backward()
+        (alone(x).square().mean(dim=(1, 2)).mean()).backward()
+    if stage == 1:
+        zero.average_gradients()
+    zero.step()
+    optimizer.step()
+    found = zero.whole_parameters()
+    assert len(found) == 4
+    return max((found[n] - p).abs().max().item() for n, p in alone.named_parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stages_by_hand_add_up_micro_batches(
+    worker_pool: WorkerPool, stage: int
+) -> None:
+    errors = worker_pool.run(error_of_two_micro_batches, stage)
+    assert len(errors) == 2 and max(errors) < 1e-9
 
 
 def run_table(pattern: str, fault: str | None = None) -> tuple[Any, str]:

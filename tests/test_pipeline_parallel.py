@@ -1348,6 +1348,33 @@ def test_largest_error_is_of_all_parameters_and_without_dropout(
     assert error > 1e-4
 
 
+def evaluated_and_loaded() -> tuple[float, Any, str]:
+    """Evaluate stages under autocast, and load two files; return how they end."""
+    staged = script("staged_gpt")
+    sizes = {"block_size": 8, "width": 16, "heads": 2, "layers": 2}
+    torch.manual_seed(0)
+    whole, tokens = staged.GPT(staged.GPTConfig(**sizes)), torch.randint(256, (2, 8))
+    model = staged.StagedGPT(whole, "1F1B")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        apart = (model(tokens) - whole(tokens)).abs().max().item()
+    right = model.load_state_dict(whole.state_dict())
+    deeper = staged.GPT(staged.GPTConfig(**{**sizes, "layers": 4}))
+    try:
+        model.load_state_dict(deeper.state_dict())
+    except RuntimeError as error:
+        return apart, tuple(right), str(error)
+    return apart, tuple(right), ""
+
+
+def test_stages_evaluate_under_autocast_and_refuse_another_models_file(
+    worker_pool: WorkerPool,
+) -> None:
+    ends = worker_pool.run(evaluated_and_loaded)
+    assert len(ends) == 2
+    for apart, keys, said in ends:
+        assert apart == 0 and keys == ([], []) and "Unexpected key(s)" in said
+
+
 def train_with_tied_gradients_apart(*words: str) -> Run:
     """Be a rank of a run in which embedding and head keep their own gradients."""
     with (

@@ -1058,6 +1058,29 @@ def bytes_of_a_pipeline(tied: bool) -> float:
     return sent.bytes
 
 
+def errors_of_uneven_samples(name: str) -> tuple[float, float]:
+    """Take a step of five samples; return how far loss and gradient are."""
+    ways = script(LINK, "ways")
+    torch.manual_seed(0)
+    model = ways.GPT(ways.GPTConfig(block_size=16, width=32, layers=2, heads=4))
+    alone, tokens = copy.deepcopy(model), torch.randint(256, (5, 17))
+    loss = getattr(ways, name)(model)(tokens)
+    dist.all_reduce(loss)
+    due = alone(tokens[:, :-1], tokens[:, 1:])
+    due.backward()
+    off = zip(model.parameters(), alone.parameters(), strict=True)
+    errors = [(p.grad - q.grad).abs().max().item() for p, q in off]  # type: ignore
+    assert len(errors) > 10
+    return abs(loss - due).item(), max(errors)
+
+
+def test_ranks_with_unequal_parts_of_the_samples_get_the_mean_of_all(
+    worker_pool: WorkerPool,
+) -> None:
+    (loss, gradient), _ = worker_pool.run(errors_of_uneven_samples, "data_parallel")
+    assert loss < 1e-5 and gradient < 1e-5
+
+
 def test_a_tied_pipeline_sends_its_matrix_too(worker_pool: WorkerPool) -> None:
     activations, matrix = 4 * 8 * 16 * 32, 4 * 256 * 32
     assert worker_pool.run(bytes_of_a_pipeline, False) == [activations] * 2

@@ -721,12 +721,12 @@ def test_wrong_counts_are_noticed(worker_pool: WorkerPool, fault: str) -> None:
     assert found[0][1].startswith("check failed on ranks [0, 1], not so: 4 counts")
 
 
-def errors_of_ways(fault: str = "") -> tuple[float, float]:
+def errors_of_ways(fault: str = "", samples: int = 4) -> tuple[float, float]:
     """Compare both parallel ways with one rank; time a step that sends nothing."""
     with contextlib.ExitStack() as stack:
         for name in ("T", "D"):
             stack.enter_context(mock.patch.object(WAYS, name, 16))
-        ways = WAYS.Ways(4)
+        ways = WAYS.Ways(samples)
         if fault == "nothing is sent":
             stack.enter_context(mock.patch.object(dist, "all_reduce"))
         elif fault:
@@ -747,6 +747,8 @@ def test_three_ways_compute_one_gradient(worker_pool: WorkerPool) -> None:
     assert len(found) == 2
     assert max(error for error, _ in found) < 1e-5
     assert found[0][1] == found[1][1] > 0
+    (error, _), _ = worker_pool.run(errors_of_ways, "", 5)  # 3 samples and 2
+    assert error < 1e-5
     for fault in ("nothing is sent", "data", "tensor"):
         broken = worker_pool.run(errors_of_ways, fault)
         assert len(broken) == 2

@@ -74,7 +74,9 @@ class ZeRO:
         p.grad, mine = None, whole.new_empty(length)
         # Before torch 2.13: reduce_scatter_tensor.
         dist.reduce_scatter_single(mine, whole, op=dist.ReduceOp.AVG)
-        self.shards[p].grad = mine[: self.shards[p].numel()]
+        shard = self.shards[p]
+        new = mine[: shard.numel()]
+        shard.grad = new if shard.grad is None else shard.grad + new
         if self.stage == 3:
             self.free([p])
 

@@ -40,7 +40,8 @@ class Ways:
         n = dist.get_world_size()
         tokens = self.tokens.chunk(n)[dist.get_rank()]
         self.whole.zero_grad()
-        (self.whole(tokens, tokens.roll(-1, 1)) / n).backward()
+        share = len(tokens) / len(self.tokens)
+        (self.whole(tokens, tokens.roll(-1, 1)) * share).backward()
         grads = [
             p.grad.flatten() for p in self.whole.parameters() if p.grad is not None
         ]

@@ -67,7 +67,7 @@ def data_parallel(model: Any) -> Callable:
 
     def step(tokens: Tensor) -> Tensor:
         own = tokens.chunk(dist.get_world_size())[dist.get_rank()]
-        loss = model(own[:, :-1], own[:, 1:]) / dist.get_world_size()
+        loss = model(own[:, :-1], own[:, 1:]) * len(own) / len(tokens)
         loss.backward()
         grads = [p.grad for p in model.parameters()]
         # In one message. DDP sends two for this GPT, from its second step on.
