@@ -34,21 +34,6 @@ def state_of(model: Any, optimizer: Any, epoch: int) -> dict[str, Any]:
     return {"model": weights, "adam": adam, "epoch": epoch}
 
 
-def by_name(adam: dict[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
-    """Name what `optimizer.state_dict()` has numbered, as shards are found by name."""
-    wrapper = "_checkpoint_wrapped_module."
-    name_of = {p: name.replace(wrapper, "") for name, p in model.named_parameters()}
-    ours = [p for group in optimizer.param_groups for p in group["params"]]
-    names = [name_of[p] for p in ours]
-    for i, state in adam["state"].items():
-        shape = state.get("exp_avg", ours[i]).shape  # Adam's; SGD has none
-        if shape != ours[i].shape or not ours[i].requires_grad:
-            raise RuntimeError(f"size mismatch, or frozen: {names[i]}")
-    for group in adam["param_groups"]:
-        group["params"] = [names[i] for i in group["params"]]
-    return {**adam, "state": {names[i]: s for i, s in adam["state"].items()}}
-
-
 def newest() -> Path | None:
     """Return the newest whole folder (.metadata is written last), else DDP's file."""
     whole = sorted(FOLDER.glob("*/.metadata"), key=lambda p: (len(str(p)), p))
@@ -65,11 +50,13 @@ def resume(path: Path, model: Any, optimizer: Any) -> int:
     if path.is_dir():
         state, planner = state_of(model, optimizer, epoch=0), dcp.DefaultLoadPlanner()
         dcp.load(state, checkpoint_id=path, planner=planner)  # into shards
-        saved: Any = planner.metadata  # DCP ignores what else is saved
+        # That is all it takes. But DCP ignores what is saved and has no place here. The
+        # planner knows what was saved: refuse, before layers are silently left out.
+        saved: Any = planner.metadata
         left = saved.state_dict_metadata.keys() - planner.state_dict
         if more := [n for n in left if n.startswith(("model.", "adam.state."))]:
             raise RuntimeError(f"no place for {max(more)}")
-    else:
+    else:  # a file of chapter 03; without one, leave this and `by_name` out
         state = torch.load(path, map_location="cpu", mmap=True)  # on every rank
         state["adam"] = by_name(state["adam"], model, optimizer)
     options = states.StateDictOptions(full_state_dict=path.is_file())
@@ -77,6 +64,22 @@ def resume(path: Path, model: Any, optimizer: Any) -> int:
     # With the weight decay and betas that were saved; the lr is that of `main`.
     states.set_optimizer_state_dict(model, optimizer, state["adam"], options=options)
     return state["epoch"]
+
+
+# Only for a file of chapter 03: it numbers what shards find by name.
+def by_name(adam: dict[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
+    """Name what `optimizer.state_dict()` has numbered, as shards are found by name."""
+    wrapper = "_checkpoint_wrapped_module."
+    name_of = {p: name.replace(wrapper, "") for name, p in model.named_parameters()}
+    ours = [p for group in optimizer.param_groups for p in group["params"]]
+    names = [name_of[p] for p in ours]
+    for i, state in adam["state"].items():
+        shape = state.get("exp_avg", ours[i]).shape  # Adam's; SGD has none
+        if shape != ours[i].shape or not ours[i].requires_grad:
+            raise RuntimeError(f"size mismatch, or frozen: {names[i]}")
+    for group in adam["param_groups"]:
+        group["params"] = [names[i] for i in group["params"]]
+    return {**adam, "state": {names[i]: s for i, s in adam["state"].items()}}
 
 
 def main() -> None:

@@ -692,7 +692,7 @@ def kept_by_finetune(path: Path) -> list[Any]:
     whole = sum(p.numel() for p in run.model.parameters())
     dtypes = {str(p.dtype) for p in run.model.parameters()}
     is_tied = run.model.head.weight is run.model.token_embedding.weight
-    wrapper = lesson.activations.CheckpointWrapper
+    wrapper = lesson.checkpoint_wrapper.CheckpointWrapper
     recomputed = [isinstance(block, wrapper) for block in run.model.blocks]
     return [local / whole, dtypes, read.call_count, is_tied, recomputed]
 
