@@ -26,7 +26,7 @@ from sent_and_kept import Collectives, kept_for_backward
 from train import GPT, PLAN, GPTConfig, split_over_ranks
 
 B, T, D, V, L = 4, 64, 64, 256, 2
-TOKENS, WHOLE = Shard(1), Replicate()  # how (B, T, D) lies on the ranks
+TOKENS, WHOLE = Shard(1), Replicate()  # of (B, T, D): some tokens, or all of it
 SEQUENCE_PLAN = PLAN | {
     "token_embedding": RowwiseParallel(input_layouts=WHOLE, output_layouts=TOKENS),
     "position_embedding": RowwiseParallel(input_layouts=WHOLE, output_layouts=Shard(0)),
@@ -40,12 +40,16 @@ SEQUENCE_PLAN = PLAN | {
 }
 GATHER_PLAN = {  # once, and not by each of query, key and value
     "blocks.*.attention_norm": PrepareModuleOutput(
-        output_layouts=TOKENS, desired_output_layouts=WHOLE, use_local_output=False
+        output_layouts=TOKENS,
+        desired_output_layouts=WHOLE,
+        use_local_output=False,  # a DTensor sums three gradients before it sends
     )
 }
 LOSS_PLAN = SEQUENCE_PLAN | {
     "head": ColwiseParallel(
-        input_layouts=TOKENS, output_layouts=Shard(-1), use_local_output=False
+        input_layouts=TOKENS,
+        output_layouts=Shard(-1),
+        use_local_output=False,  # loss_parallel needs the DTensor
     )
 }
 WAYS = {
