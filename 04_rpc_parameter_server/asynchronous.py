@@ -39,7 +39,7 @@ def run_steps(
     The last trainer waits `late` ms before each of its steps.
     """
     dense, (weight,) = DistributedDataParallel(dense_part()), table.remote_parameters()
-    model = HybridModel(table, dense)
+    model = HybridModel(table, dense)  # classifier.py's: it is given its dense part
     parameters = [weight, *map(rpc.RRef, dense.parameters())]
     optimizer = DistributedOptimizer(EagerSGD, parameters, lr=LR)
     is_late = dist.get_rank() == dist.get_world_size() - 1

@@ -31,13 +31,15 @@ logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
 class EagerSGD(torch.optim.SGD):
     """SGD under a name of which `DistributedOptimizer` has no compiled copy."""
 
+    # For torch.optim.SGD it takes its compiled copy, which runs without a lock and may
+    # lose updates. Of a class with another name it has none.
     def step(self, closure: Any = None) -> Any:
-        """Step, and forget: a weight that the next batch misses would step again.
+        """Step, and forget.
 
         It still does with two such optimizers in a process: each sets all `.grad`.
         """
         loss = super().step(closure)
-        self.zero_grad()
+        self.zero_grad()  # or a weight that the next batch misses would step again
         return loss
 
 
@@ -66,7 +68,8 @@ def train_with_server(table: RemoteModule) -> dict[str, torch.Tensor]:
     model = HybridModel(table)
     ddp = model.dense = DistributedDataParallel(model.dense, process_group=group)
     dense = [rpc.RRef(parameter) for parameter in ddp.parameters()]
-    # DDP averages the trainers' gradients. In the table their steps add up.
+    # DDP averages the trainers' gradients. In the table their steps add up, so each
+    # takes an n-th of the rate.
     of_dense = DistributedOptimizer(EagerSGD, dense, LR)
     of_table = DistributedOptimizer(EagerSGD, table.remote_parameters(), LR / trainers)
     samples, _ = load_samples(ROWS)
@@ -78,14 +81,17 @@ def train_with_server(table: RemoteModule) -> dict[str, torch.Tensor]:
         total = torch.zeros(())
         for indices, offsets, labels in islice(batches, steps):
             with dist_autograd.context() as context_id:
-                # A call to the server: row numbers go there, sums of rows return.
+                # A call to the server: row numbers go there, sums of rows return, which
+                # the field calls pooled embeddings.
                 loss = cross_entropy(model(indices, offsets), labels)
                 # A second carries these sums' gradients. DDP averages the dense ones.
                 dist_autograd.backward(context_id, [loss])
                 of_dense.step(context_id)
-                # Another's backward may still need what a step on the server changes.
+                # All have gone backward. A bag's sum needs no rows there; but put a
+                # Linear on the server: it needs its weights as they were in forward.
                 dist.barrier(group)
                 of_table.step(context_id)  # a third: the server steps its rows
+            # All have stepped: the next lookup sees every step.
             dist.barrier(group)  # without: asynchronous
             total += loss.detach() / steps
         dist.all_reduce(total, group=group)
