@@ -16,10 +16,15 @@ from deepspeed_setup import leave
 from model import GPT, GPTConfig
 
 CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 32,  # samples for one rank at a time
+    # Samples for one rank at a time. Times "gradient_accumulation_steps" and ranks it
+    # is "train_batch_size": of these three give two, DeepSpeed works out the third.
+    "train_micro_batch_size_per_gpu": 32,
     "gradient_clipping": 0.0,  # off, as in chapter 03; unless you say so it is 1.0
     # An optimizer such as SGD also needs "zero_allow_untested_optimizer": True.
     "zero_optimization": {"stage": 2},  # or 1 or 3
+    # This trains in fp32. "bf16": {"enabled": True} would cast the weights, but no
+    # inputs: float ones then need .to(torch.bfloat16). For a GPU without bf16 there is
+    # "fp16", which scales the loss, and skips a step whose gradients overflow.
 }
 
 
@@ -27,18 +32,21 @@ def main() -> None:
     """Train for one epoch on one device a rank."""
     # Without a GPU, DeepSpeed would first compile C++ for minutes. GPUs do not need it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    deepspeed.init_distributed()  # for chapter 03's choice of device and process group
     torch.manual_seed(0)
     model: Any = GPT(GPTConfig())
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    # In place of DDP. For a file: config="ds.json".
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
     train_set = WindowDataset(load_text(None, 128)[0], block_size=128, samples=1024)
     sampler = DistributedSampler(train_set, drop_last=True)  # set_epoch(n) for epoch n
     loader = DataLoader(train_set, batch_size=32, sampler=sampler, drop_last=True)
     for step, (_, inputs, labels) in enumerate(loader, start=1):
         loss = engine(inputs.to(engine.device), labels.to(engine.device))
-        engine.backward(loss)  # averages the gradients over the ranks
-        engine.step()  # steps this rank's shard, gathers the weights, clears gradients
+        engine.backward(loss)  # for loss.backward(); averages over the ranks
+        # For optimizer.step() and zero_grad(): clips, steps this rank's shard, clears
+        # the gradients. Stages 1 and 2 then gather the new weights.
+        engine.step()
         dist.all_reduce(mean := loss.detach(), op=dist.ReduceOp.AVG)
         if step % 4 == 0 and dist.get_rank() == 0:
             print(f"step {step:2} | loss {mean.item():.3f}")
@@ -47,4 +55,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    leave()  # dist.destroy_process_group(), and the engine's hold on gloo's threads
+    # With a GPU for each rank dist.destroy_process_group() is enough. On CPUs the
+    # engine holds on to the group, whose threads might abort as Python ends.
+    leave()

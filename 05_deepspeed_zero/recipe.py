@@ -68,12 +68,16 @@ def evaluate(engine: Any, tokens: torch.Tensor) -> float:
 
 def main(options: argparse.Namespace) -> None:
     """Train or resume, evaluate, and resume once more from the first checkpoint."""
+    # DeepSpeed's are only the calls of `engine` and `deepspeed`. Of deepspeed_setup.py
+    # are `prepare`, `latest_tag`, `join`, `save_shards` and `leave`; of ranks.py `say`,
+    # `fail` and `check`; `evaluate` is in this file.
     device = prepare(CONFIG)  # before DeepSpeed is imported
     folder = options.checkpoints
     # What cannot be loaded is refused in one line, before the ranks meet.
     tag = latest_tag(folder)
     if (folder / tag / "zero").is_dir():
         fail(f"{folder / tag} is a universal checkpoint, which this file cannot resume")
+    # Of pretrained.py, as text.py's `global_batch`: put your model and batches here.
     model, tokens = model_and_tokens(options, CONFIG, device, needed=20 * BLOCK_SIZE)
     held_out, tokens = tokens[: len(tokens) // 20], tokens[len(tokens) // 20 :]
     join()

@@ -297,7 +297,7 @@ def test_lowest_stage_of_the_chapter_s_example_depends_on_the_tokens() -> None:
     words = words_of("05_deepspeed_zero")
     example = 'and 2048 tokens at a time, whose activations ("act.") take'
     assert f"{example} {activations:.0f} GB. No stage fits: [offload]" in words
-    tight = f"With 4096 tokens only stage 3 fits, at {three:.2f} GB too tightly"
+    tight = f"With 4096 tokens even stage 3's {three:.2f} GB leave little for CUDA"
     assert f"Stage 2 is enough. {tight}" in words
     # With few activations, as under checkpointing, stage 3 fits without it.
     *others, third = needs(300, "none")
