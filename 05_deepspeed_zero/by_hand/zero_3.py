@@ -142,6 +142,7 @@ class FullySharded(nn.Module):
         i = max(place for place, module in enumerate(used) if module is child)
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
+                # Runs just before backward enters the module.
                 tensor.register_hook(lambda _: self.before_backward(used, i))
 
     def before_backward(self, used: list[nn.Module], i: int) -> None:

@@ -50,7 +50,7 @@ def train_with_accelerate(
         with accelerator.accumulate(model):  # without it every batch takes a step
             loss = model(input_ids=batch, labels=batch).loss
             accelerator.backward(loss)  # with DeepSpeed this takes the step as well
-            optimizer.step()
+            optimizer.step()  # with DeepSpeed this and the next line do nothing
             optimizer.zero_grad()
         seen += batch[:, 0].tolist()
     return accelerator, model, seen
