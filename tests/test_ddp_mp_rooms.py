@@ -377,6 +377,7 @@ def test_buckets_of_the_first_layers_first_do_not_overlap(
     assert [faults_of(measured) for measured in ranks] == [[fault]] * 2
     page = " ".join((CHAPTER / "README.md").read_text().split())
     assert "no all-reduce starts before backward is over" in page
+    assert f"it says `{fault}`, and its check fails" in page
 
 
 @pytest.mark.parametrize(("width", "bucket_mb"), [(256, 1.0), (256, 0.0625)])
@@ -391,8 +392,8 @@ def test_counts_that_the_page_promises(
     assert counts == {(2, 1) if bucket_mb == 1.0 else (8, 7)}
 
 
-@pytest.mark.parametrize("is_wrong", [False, True])
-def test_timeline_ends_on_what_was_measured(is_wrong: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", ["", "flat", "bucketed", "flat, bucketed"])
+def test_timeline_ends_on_what_was_measured(wrong: str, tmp_path: Path) -> None:
     step = {"calls": 4, "early": 3, "all_reduces": [(40, 60)] * 4}
     step |= {"forward": (0, 10), "backward": (10, 70)}
     step |= {"finish": (70, 90), "optimizer": (90, 100)}
@@ -401,8 +402,8 @@ def test_timeline_ends_on_what_was_measured(is_wrong: bool, tmp_path: Path) -> N
     of_ways = {
         "no synchronisation": (0.5, 0.020, quiet),
         "naive": (1e-7, 0.050, late),
-        "flat": (1e-2 if is_wrong else 1e-7, 0.060, late),
-        "bucketed": (2e-7, 0.030, step),
+        "flat": (1e-2 if "flat" in wrong else 1e-7, 0.060, late),
+        "bucketed": (2e-7, 0.030, late if "bucketed" in wrong else step),
         "DDP": (1e-7, 0.030, step),
     }
     measured = {
@@ -410,7 +411,7 @@ def test_timeline_ends_on_what_was_measured(is_wrong: bool, tmp_path: Path) -> N
         for way, (error, took, one) in of_ways.items()
     }
     path, said, check = tmp_path / "numbers.json", mock.Mock(), mock.Mock()
-    check.side_effect = None if not is_wrong else SystemExit(1)
+    check.side_effect = None if not wrong else SystemExit(1)
     options = argparse.Namespace(width=8, json=path)
     with (
         in_the_pool(TIMELINE),
@@ -418,20 +419,27 @@ def test_timeline_ends_on_what_was_measured(is_wrong: bool, tmp_path: Path) -> N
         mock.patch.object(TIMELINE, "say", said),
         mock.patch.object(TIMELINE, "check", check),
         mock.patch.object(dist, "get_rank", return_value=0),
-        pytest.raises(SystemExit) if is_wrong else contextlib.nullcontext(),
+        pytest.raises(SystemExit) if wrong else contextlib.nullcontext(),
     ):
         TIMELINE.main(options)
     rows = [call.args[0].split() for call in said.call_args_list]
     assert rows[2] == ["no", "synchronisation", "20.0", "1.50", "0", "0"]
-    assert rows[5] == ["bucketed", "30.0", "1.00", "4", "3"]
-    claim = "4 ways' gradients up to {} from one process's (limit 1e-05)"
-    worst = "1e-02" if is_wrong else "2e-07"
-    assert check.call_args.args == (not is_wrong, claim.format(worst))
-    if is_wrong:
-        assert " ".join(rows[-1]) == (
-            "not as described: flat: gradients 1e-02 from one process's"
-        )
-    else:
+    early = "0" if "bucketed" in wrong else "3"
+    assert rows[5] == ["bucketed", "30.0", "1.00", "4", early]
+    claim = "4 ways' gradients up to 2e-07 from one process's (limit 1e-05)"
+    if wrong:  # the claim that is not so names the way, and nothing that is right
+        claim = f"{wrong} as described"
+    assert check.call_args.args == (not wrong, claim)
+    faults = {
+        "flat": "gradients 1e-02 from one process's",
+        "bucketed": "0 of 4 all-reduces started during backward",
+    }
+    assert [" ".join(row) for row in rows[7:]] == [
+        f"not as described: {way}: {fault}"
+        for way, fault in faults.items()
+        if way in wrong
+    ]
+    if not wrong:
         assert set(json.loads(path.read_text())["steps"]) == set(measured)
 
 
