@@ -18,13 +18,14 @@ def all_reduce_later() -> tuple[bool | None, float]:
 
     Two ranks call this. Rank 1 calls `all_reduce` when rank 0 has asked its handle.
     """
-    x, has_asked, early = torch.tensor([10.0 ** dist.get_rank()]), torch.ones(1), None
+    x = torch.tensor([10.0 ** dist.get_rank()])
+    has_asked, early = torch.ones(1), None
     if dist.get_rank() == 0:
         work: Any = dist.all_reduce(x, async_op=True)  # returns at once
         early = work.is_completed()
         dist.send(has_asked, dst=1)
     else:
-        dist.recv(has_asked, src=0)
+        dist.recv(has_asked, src=0)  # wait until rank 0 has asked its handle
         work = dist.all_reduce(x, async_op=True)
     # Compute something else here, and leave x alone.
     work.wait()

@@ -1117,7 +1117,7 @@ def test_detail_finds_dtypes_and_shapes_but_not_in_all_to_all(
     for name, is_found in found.items():
         assert is_found == [name not in not_found] * 2, name
     claim = (
-        "finds other dtypes and shapes (not in `all_to_all`, `*_coalesced` or a "
+        "finds differing dtypes and shapes (not in `all_to_all`, `*_coalesced` or a "
         "`reduce_scatter` of unequal parts) and"
     )
     assert claim in words_of(ROOM)
