@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # DDP imports it too late: gloo might abort at the end
+import torch.distributed.nn  # gloo may abort at Python's end: DDP imports it too late
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -30,8 +30,8 @@ def train_shard(rank: int, world_size: int, device: torch.device) -> None:
     """Train on this rank's samples of each batch; rank 0 prints and saves."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
-    ddp_model = DistributedDataParallel(model)
-    torch.manual_seed(rank)  # dropout: other masks on each rank
+    ddp_model = DistributedDataParallel(model)  # gives all ranks rank 0's weights
+    torch.manual_seed(rank)  # from here on: other dropout masks on each rank
     optimizer = torch.optim.Adam(ddp_model.parameters(), lr=1e-2)
     dataset, batch_size = make_dataset(), GLOBAL_BATCH_SIZE // world_size
     sampler = DistributedSampler(dataset, drop_last=True)  # in place of shuffle=True

@@ -18,7 +18,7 @@ from terrain import TerrainModel, load_terrain, sample_points
 
 
 class NaiveDDP(nn.Module):
-    """A replica on every rank, used as DDP is for dense gradients, but for one call.
+    """Data parallelism as by DDP, for dense gradients, with one call more.
 
     Call `finish_gradient_sync()` before `optimizer.step()`; DDP does that in backward.
     """
