@@ -31,10 +31,7 @@ def ring_all_reduce(tensor: torch.Tensor) -> int:
         for work in dist.batch_isend_irecv([receive, send]):
             work.wait()
         sent += outgoing.nbytes
-        if step < n - 1:  # in the reduce-scatter
-            target += incoming
-        else:  # in the all-gather
-            target.copy_(incoming)
+        target.copy_(target + incoming if step < n - 1 else incoming)  # add, or copy
     return sent
 
 

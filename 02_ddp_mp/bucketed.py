@@ -32,10 +32,7 @@ class Bucket:
 
     @torch.no_grad()
     def put(self, parameter: nn.Parameter) -> None:
-        """Move a gradient into its place, divided: a sum over ranks makes the mean.
-
-        DDP divides first, too: by AVG, a sum in float16 may overflow (on gloo).
-        """
+        """Move a gradient into its place; divide, as DDP does, before sums overflow."""
         view = self.views[parameter]
         if parameter.grad is None:
             view.zero_()
