@@ -28,6 +28,8 @@ class Part(nn.Module):
     def __init__(self, model: GPT, index: int, stages: int) -> None:
         """Keep some blocks; on the first stage the embeddings, on the last the head."""
         super().__init__()
+        # PyTorch's pipeline(model, ..., split_spec={name: SplitPoint.BEGINNING}) makes
+        # parts by tracing instead, but does not add up the gradients of tied weights.
         self.token_embedding = model.token_embedding if index == 0 else None
         self.position_embedding = model.position_embedding if index == 0 else None
         own = torch.arange(len(model.blocks)).tensor_split(stages)[index].tolist()
@@ -63,12 +65,18 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     """Train for one epoch, the stage of this rank's number on one device."""
     rank, stages = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)  # the same weights on all ranks
+    # Too large for one rank? Build it under torch.device("meta"), without memory, after
+    # torch.__future__.set_swap_module_params_on_conversion(True), which lets parts keep
+    # their Parameter objects. Replace part.to(device) by part.to_empty(device=device),
+    # then load the part's weights from a file, and fill buffers that the file lacks.
     model = GPT(GPTConfig())  # yours
     if stages > len(model.blocks):  # yours
         raise SystemExit(f"{len(model.blocks)} block(s) cannot make {stages} stages")
     parts: list[Any] = [Part(model, i, stages) for i in range(stages)]
     owned, named = set(model.parameters()), {}
     holders: dict[Tensor, Any] = {}  # the stages of each parameter
+    # Two mistakes of a Part: it copies or makes a layer, whose weight is tied to none
+    # then; or it counts layers from 0 on each stage, and one name has two values.
     for i, one in enumerate(parts):
         for name, p in one.named_parameters():
             if p not in owned or named.setdefault(name, p) is not p:
@@ -98,7 +106,9 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     loader = DataLoader(train, batch_size, sampler=sampler, drop_last=True)
     own = [p for p in part.parameters() if holders[p][0] == rank]
     for step, (_, inputs, labels) in enumerate(loader, start=1):  # yours
-        if step == 1:  # learn the shapes, by running garbage too; undo what that moves
+        # Only for models whose forward writes buffers, as BatchNorm's (then on every
+        # stage): the first call runs garbage too, to learn shapes; undo what it moves.
+        if step == 1:
             kept = [buffer.clone() for buffer in part.buffers()]
             losses_of(pipeline.step, stage, inputs, labels)
             for buffer, before in zip(part.buffers(), kept, strict=True):

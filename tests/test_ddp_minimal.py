@@ -1915,6 +1915,38 @@ def test_stages_train_another_model_in_place_of_the_gpt(
     assert others == [(0.0, 0)] * (stages - 1)
 
 
+def stages_from_the_meta_device() -> list[bool]:
+    """Train parts that are built without memory and loaded; are they as without?"""
+    chapter: Any = load_chapter(PIPELINE)
+    module, whole, weights = chapter["minimal"], chapter["model"].GPT, {}
+    due, _ = train("minimal", chapter=PIPELINE, layers=2)
+
+    def build(config: Any) -> Any:
+        weights.update(whole(config).state_dict())  # what is in the file
+        with torch.device("meta"):
+            return whole(config)
+
+    def load(part: Any, device: torch.device) -> None:
+        part.to_empty(device=device)
+        part.load_state_dict({name: weights[name] for name in part.state_dict()})
+
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with (
+            mock.patch.object(module, "GPT", build),
+            mock.patch.object(module.Part, "to", load),
+        ):
+            found, _ = train("minimal", chapter=PIPELINE, layers=2)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    return [torch.equal(found[name], value) for name, value in due.items()]
+
+
+def test_stages_are_built_without_memory(worker_pool: WorkerPool) -> None:
+    ends = worker_pool.run(stages_from_the_meta_device, world_size=2)
+    assert ends == [[True] * (5 + 10 * 2), []]
+
+
 def test_what_a_model_of_your_own_replaces_is_marked() -> None:
     text = (ROOT / PIPELINE / "minimal.py").read_text()
     _, main = text.split("def main(")
