@@ -22,7 +22,8 @@ def make_mesh(device: str, sizes: dict[str, int]) -> tuple[DeviceMesh, dict[str,
     """Return PyTorch's mesh, and this rank's groups; every rank calls this."""
     mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     groups = {axis: mesh[axis].get_group() for axis in sizes}
-    # Two axes as one. Keep what _flatten returns: mesh["batch"] is deprecated.
+    # Two axes as one: gradients are summed over both, as all these ranks see different
+    # tokens. Keep what _flatten returns: mesh["batch"] is deprecated.
     batch = mesh["data", "context"]._flatten("batch")
     return mesh, {**groups, BATCH: batch.get_group()}
 

@@ -29,13 +29,15 @@ EPOCHS, BATCH_SIZE, LENGTH, FOLDER = 2, 32, 128, Path("sharded")
 TENSOR = 2  # ranks that share matrices; divides heads, tokens and widths
 WHOLE, TOKENS = Replicate(), Shard(1)  # how (B, T, D) lies on these ranks
 POSITIONS = {"input_layouts": WHOLE, "output_layouts": Shard(0)}  # (T, D)
-LOGITS = {"output_layouts": Shard(2), "use_local_output": False}  # for loss_parallel
+# What comes out stays a DTensor, which loss_parallel needs.
+LOGITS = {"output_layouts": Shard(2), "use_local_output": False}
 PLAN = {
     "token_embedding": tp.RowwiseParallel(input_layouts=WHOLE, output_layouts=TOKENS),
     "position_embedding": tp.RowwiseParallel(**POSITIONS),
     "blocks.*.*_norm": tp.SequenceParallel(),
     # Both names match this norm, so it gets both styles. This one gathers its output,
-    # once for query, key and value.
+    # once for query, key and value. Because it stays a DTensor, one reduce-scatter sums
+    # their three gradients; else each takes an all-reduce.
     "blocks.*.attention_norm": tp.PrepareModuleOutput(
         output_layouts=TOKENS, desired_output_layouts=WHOLE, use_local_output=False
     ),
