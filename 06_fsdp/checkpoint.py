@@ -10,6 +10,7 @@ import errno
 import os
 import signal
 from argparse import ArgumentTypeError, Namespace
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
@@ -126,7 +127,7 @@ class TrainingState:
             "step": self.step,
             "global_batch_size": sampler.global_batch_size,
             "settings": lasting_settings(self.options),
-            "optimizer": gathered(self.optimizer.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "seen": sum(gather(self.tally.seen, sampler.group)),
             "random": gather(self.random_states()),
@@ -134,11 +135,12 @@ class TrainingState:
         content = {
             "config": asdict(self.model.config),
             # The plain model's: DDP would put "module." before every name.
-            "model": gathered(self.model.state_dict()),
+            "model": self.model.state_dict(),
             "validation_loss": validation_loss,
             "text": text and str(text.resolve()),
             "training": training,
         }
+        content = gathered(content)
         if dist.get_rank() == 0:
             write_whole(self.options.checkpoint, content)
 
@@ -192,15 +194,17 @@ def gathered(state: Any) -> Any:
     """Return a state dict without shards, on the CPU; every rank calls this.
 
     Chapters that shard parameters use this file too: a DTensor is gathered, one at a
-    time, and what is written is what one process would write.
+    time, and what is written is what one process would write. A number of NumPy's, such
+    as `np.cos` leaves in a schedule, becomes Python's: `weights_only` refuses it.
     """
     if isinstance(state, torch.Tensor):
         return whole(state).cpu()
     if isinstance(state, dict):
-        return {name: gathered(value) for name, value in state.items()}
-    if isinstance(state, list):
-        return [gathered(value) for value in state]
-    return state
+        plain = {gathered(name): gathered(value) for name, value in state.items()}
+        return Counter(plain) if isinstance(state, Counter) else plain  # MultiStepLR's
+    if isinstance(state, list | tuple):
+        return type(state)([gathered(value) for value in state])
+    return state.item() if hasattr(state, "item") else state
 
 
 def load_sharded(

@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 from zipfile import ZipFile
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -354,6 +355,48 @@ def test_without_the_global_batch_size_other_ranks_take_other_steps(
     words = words_for(text, path, 2)
     errors = worker_pool.run(train_or_error, words, world_size=3)
     assert errors == ["4 steps of 12 samples saw 80, 48 of them different"] * 3
+
+
+def train_by_numpy(words: list[str], stop_after: int | None = None) -> str:
+    """Be a rank of the pool whose learning rates come from NumPy."""
+    factor = TRAIN.lr_factor
+
+    def by_numpy(*given: Any, **named: Any) -> Any:
+        return np.float64(factor(*given, **named))
+
+    with mock.patch.object(TRAIN, "lr_factor", by_numpy):
+        return train(words, stop_after)
+
+
+def test_learning_rates_from_numpy_are_saved_as_numbers(
+    worker_pool: WorkerPool,
+    text: Path,
+    tmp_path: Path,
+    in_the_middle: tuple[dict[str, Any], list[Any]],
+) -> None:
+    words = words_for(text, tmp_path / "gpt.pt", 2)
+    worker_pool.run(train_by_numpy, words, 5)
+    assert steps_resumed_from(worker_pool.run(train_by_numpy, words)[0]) == [4]
+    assert all_in(tmp_path / "gpt.pt") == in_the_middle[1]
+
+
+def test_numbers_of_numpy_can_stand_anywhere_in_a_checkpoint(tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(
+        [torch.zeros(2, requires_grad=True)], np.float32(0.5), (np.float64(0.5), 0.75)
+    )
+    milestones = torch.optim.lr_scheduler.MultiStepLR(optimizer, np.array([2, 2, 5]))
+    content = {
+        "optimizer": optimizer.state_dict(),
+        "schedule": milestones.state_dict(),
+        "validation_loss": np.mean([1.0, 2.0]),
+        "settings": {"amp": np.bool_(True), "text": None},
+    }
+    CHECKPOINT.write_whole(tmp_path / "a.pt", CHECKPOINT.gathered(content))
+    read = content_of(tmp_path / "a.pt")
+    assert read == content and type(read["validation_loss"]) is float
+    assert read["optimizer"]["param_groups"][0]["betas"] == (0.5, 0.75)
+    # MultiStepLR needs more of it than a dict has.
+    assert sorted(read["schedule"]["milestones"].elements()) == [2, 2, 5]
 
 
 class Normalised(torch.nn.Module):
