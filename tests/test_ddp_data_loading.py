@@ -309,6 +309,14 @@ def test_a_data_set_that_is_pickled_moves_its_tensor_to_dev_shm(
         mapped = script("copy_on_write").hold(bytes(80), path, "mapped file")
     with pytest.raises(OSError, match="Bad file descriptor"):
         pickle(TensorDataset(mapped))
+    # What augments a sample in place must not reach the file.
+    mapped.fill_(7)
+    assert path.read_bytes() == bytes(80)
+    for lacking, size in ((tmp_path / "none", 0), (path, 160)):
+        with pytest.raises(RuntimeError):
+            script("copy_on_write").hold(bytes(160), lacking, "mapped file")
+        assert not size or path.stat().st_size == 80
+    assert not (tmp_path / "none").exists()
     page = words_of(ROOM)
     assert "nor a tensor of `torch.from_file` (`Bad file descriptor`)" in page
     said = "A list or NumPy array is copied; a tensor moves to `/dev/shm`, once for"

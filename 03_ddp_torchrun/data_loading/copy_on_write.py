@@ -61,8 +61,8 @@ def hold(text: bytes, path: Path, way: str) -> Any:
         return [strings[i : i + LENGTH] for i in range(0, len(text), LENGTH)]
     if way == "tensor":
         numbers = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    else:  # all processes of a machine, and so all ranks, share the file's pages
-        numbers = torch.from_file(str(path), True, len(text), dtype=torch.uint8)
+    else:  # all ranks of a machine share the file's pages; True would write to it, too
+        numbers = torch.from_file(str(path), False, len(text), dtype=torch.uint8)
     return numbers.view(SAMPLES, LENGTH)
 
 
