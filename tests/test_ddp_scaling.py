@@ -371,6 +371,35 @@ def half_the_bytes() -> tuple[float, float, int, float]:
     return *errors, len(exact.sync.buckets), (ratio - 4).abs().max().item()
 
 
+def groups_of_a_hook() -> tuple[list[float], bool]:
+    """Return a gradient of bfloat16_hook in a group of one; is a team's hook told its?
+
+    Group `r` holds rank `r`, which has a gradient of `r` + 1.
+    """
+    rank = dist.get_rank()
+    own = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
+    model = torch.nn.Linear(1, 1, bias=False)
+    ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=own)
+    ddp.register_comm_hook(own, SLOW_LINK.bfloat16_hook)
+    ddp(torch.tensor([[rank + 1.0]])).sum().backward()
+    told = []
+
+    def note(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        told.append(group)
+        return SLOW_LINK.bfloat16_hook(own, bucket)
+
+    team = TEAM.Team(1, 25, CPU, note)
+    if team.is_in:
+        team.gradient("during backward")
+    assert model.weight.grad is not None
+    is_told = bool(told) and all(group is team.group for group in told)
+    return model.weight.grad.flatten().tolist(), is_told == team.is_in
+
+
+def test_a_hook_averages_over_its_group(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(groups_of_a_hook) == [([1.0], True), ([2.0], True)]
+
+
 def test_bfloat16_rounds_and_accumulation_sends_once(worker_pool: WorkerPool) -> None:
     found = worker_pool.run(half_the_bytes)
     assert len(found) == 2

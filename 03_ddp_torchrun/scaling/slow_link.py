@@ -26,16 +26,17 @@ BYTES_LIMIT, TIME_LIMIT, GRADIENT_LIMITS = 0.10, 0.25, {4: 1e-5, 2: 2e-2}
 
 
 def bfloat16_hook(
-    _: object, bucket: dist.GradBucket
+    group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """All-reduce a bucket's gradients in half their bytes; a DDP communication hook.
 
     PyTorch's own `bf16_compress_hook` does the same, but DDP refuses it in the CPU
-    build. Rounding comes before the sum, so a little of each rank's is lost.
+    build. Rounding comes before the sum, so a little of each rank's is lost. Register
+    it with DDP's `process_group`, where it has one.
     """
     gradients = bucket.buffer()
-    half = gradients.to(torch.bfloat16).div_(dist.get_world_size())
-    work: Any = dist.all_reduce(half, async_op=True)
+    half = gradients.to(torch.bfloat16).div_(dist.get_world_size(group))
+    work: Any = dist.all_reduce(half, group=group, async_op=True)
     return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
 
 

@@ -63,7 +63,8 @@ class Team:
     ) -> None:
         """Form a group; every rank of the world must call this.
 
-        A communication `hook` of the caller's all-reduces during backward, always.
+        A communication `hook` of the caller's, which is told the group, all-reduces
+        during backward, always.
         """
         is_all = world_size == dist.get_world_size()
         group = dist.group.WORLD if is_all else dist.new_group(list(range(world_size)))
@@ -76,7 +77,7 @@ class Team:
             look: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb}
             look |= {"process_group": group, "gradient_as_bucket_view": True}
             self.ddp_model = DDP(self.model, **look)
-            self.ddp_model.register_comm_hook(None, hook or self.sync.hook)
+            self.ddp_model.register_comm_hook(group, hook or self.sync.hook)
 
     def step(self, samples: int, when: str, micro_batches: int = 1) -> None:
         """Compute gradients; all-reduce their buckets `when`, in the last micro-batch.
