@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 from pages import words_of
@@ -540,6 +541,9 @@ def count_collectives() -> dict[str, tuple[list[int], int]]:
     """Return the messages and TCP bytes of some collectives of 3,000,000 bytes."""
     traffic, world_size = load_chapter(ROOM)["traffic"], dist.get_world_size()
     message = torch.ones(750_000)
+    with traffic.CollectiveCounter() as counter:  # it does not see functional ones
+        functional.all_reduce(message, "sum", list(range(world_size))).sum()
+    assert counter.calls == {}
     shard = torch.ones(750_000 // world_size)
     calls = {
         "all_reduce": lambda: dist.all_reduce(message),

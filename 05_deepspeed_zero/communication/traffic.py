@@ -31,7 +31,10 @@ BYTES_SENT, BYTES_SENT_AGAIN = 200, 208
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """While it is active, notes every collective of this process, whoever calls it.
+    """While it is active, notes this thread's collectives, whoever calls them.
+
+    It misses functional collectives, which DTensor and `torch.compile` use. So it sees
+    FSDP's collectives, but not those of tensor parallelism or of FSDP2's gradient norm.
 
     `calls` maps the name of a collective to the bytes of each message, where a message
     is the whole tensor: what all ranks together end with in an all-gather, what each
