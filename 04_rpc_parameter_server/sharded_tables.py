@@ -9,6 +9,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 import classifier
 from bags import shard_bags
@@ -29,14 +30,18 @@ class AllToAll(torch.autograd.Function):
         return received
 
     @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> torch.Tensor:
+    @once_differentiable
+    def backward(ctx, *gradients: torch.Tensor) -> torch.Tensor:  # pyright: ignore
         """Send each part's gradient back to the rank that the part came from."""
         # Owners add up what the ranks send. DDP takes the mean: an n-th of each.
         return AllToAll.forward(ctx, gradients[0] / dist.get_world_size())
 
 
 class ShardedTable(nn.Module):
-    """One rank's rows, and three collectives that let it use all; all ranks call it."""
+    """One rank's rows, and three collectives that let it use all; all ranks call it.
+
+    `state_dict()` and `parameters()` hold this rank's rows only.
+    """
 
     def __init__(self, own: torch.Tensor) -> None:
         """Take the rows of this rank r of n: r, r + n, r + 2n, and so on, (rows, D)."""

@@ -644,6 +644,23 @@ def test_only_sums_are_sharded(pool: WorkerPool, mode: str) -> None:
     assert pool.run(looked_up_by, mode, world_size=2) == [due] * 2
 
 
+def gradient_of_a_gradient() -> str:
+    """Differentiate a gradient that `AllToAll` has computed; return the error."""
+    sent = torch.ones(dist.get_world_size(), 1, requires_grad=True)
+    loss = SHARDED.AllToAll.apply(sent).square().sum()
+    (gradient,) = torch.autograd.grad(loss, sent, create_graph=True)
+    try:
+        (loss + gradient.square().sum()).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_no_gradient_is_left_out_of_a_gradient(pool: WorkerPool) -> None:
+    said = pool.run(gradient_of_a_gradient, world_size=2)
+    assert len(said) == 2 and all("once_differentiable" in one for one in said)
+
+
 def small_parts(is_sparse: bool) -> tuple[Any, Any, Any, Any]:
     """Make a sharded table of 8 rows with a dense part, and both for one process."""
     rank, n = dist.get_rank(), dist.get_world_size()

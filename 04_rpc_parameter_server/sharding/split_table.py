@@ -32,7 +32,10 @@ class TableShard(nn.EmbeddingBag):
 
 
 class SplitTable(nn.Module):
-    """A table whose rows are sharded over several servers; called with `offsets`."""
+    """A table whose rows are sharded over several servers; called with `offsets`.
+
+    They stay there: its `state_dict()` and `parameters()` are empty.
+    """
 
     def __init__(self, shards: list[RemoteModule]) -> None:
         """Take the shards in their order."""
