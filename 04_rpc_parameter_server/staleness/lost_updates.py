@@ -6,7 +6,6 @@ Expect: two trainers' steps under `torch.optim.SGD` undo each other where they w
     DistributedOptimizer does not know and runs under a lock, none is lost.
 """
 
-import logging
 import os
 import socket
 import tempfile
@@ -19,14 +18,11 @@ import torch.distributed.rpc as rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.nn.functional import embedding
 
+from classifier import EagerSGD
 from ranks import fail, number, read_options
 
 STEPS, ROWS, WIDTH = 50, 1000, 1000
 LOWER, UPPER = torch.arange(ROWS).chunk(2)  # row numbers
-
-
-class EagerSGD(torch.optim.SGD):
-    """SGD under a name for which DistributedOptimizer has no compiled copy."""
 
 
 def be_trainer(
@@ -78,7 +74,6 @@ def main() -> None:
     # RPC would listen where this host's name points to. Interface 1 is loopback.
     os.environ["TP_SOCKET_IFNAME"] = dict(socket.if_nameindex())[1]
     warnings.showwarning = lambda *_, **__: None  # that TorchScript is deprecated
-    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         at = rpc.TensorPipeRpcBackendOptions(
             init_method=f"file://{folder}/rendezvous", _transports=["uv"]
