@@ -210,9 +210,7 @@ class StepLoader:
         self.sampler = StepSampler(
             len(dataset), global_batch_size, options.batch_size, options.seed, group
         )
-        # A worker draws its seed from here. From a global generator that all ranks have
-        # seeded alike, worker 0 of all ranks would draw the same random numbers.
-        generator = torch.Generator().manual_seed(options.seed + self.sampler.rank)
+        self.generator = torch.Generator()
         # A worker that is forked from a rank can wait for ever for a lock that one of
         # its threads held (pytorch#130610). A server without threads forks it instead.
         multiprocessing.set_forkserver_preload(["torch.distributed.nn"])
@@ -222,7 +220,7 @@ class StepLoader:
             num_workers=options.workers,
             multiprocessing_context="forkserver" if options.workers else None,
             pin_memory=device.type != "cpu",  # a copy to the GPU need not wait then
-            generator=generator,
+            generator=self.generator,
             worker_init_fn=end_with_rank,
         )
 
@@ -232,6 +230,11 @@ class StepLoader:
         A micro-batch is (indices, inputs, labels), the last two (B, T).
         """
         self.sampler.start_at(epoch, first)
+        # A worker draws its seed from here. From a global generator that all ranks have
+        # seeded alike, worker 0 of all ranks would draw the same random numbers; from
+        # one seeded by the rank alone, each run that resumes those of the first epoch.
+        number = epoch * self.sampler.world_size + self.sampler.rank
+        self.generator.manual_seed(self.sampler.seed + number)
         batches = iter(self.loader)
         for _ in range(first, end):
             yield list(islice(batches, self.sampler.micro_batches))

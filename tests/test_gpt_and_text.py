@@ -151,6 +151,29 @@ def load_in_workers() -> tuple[set[tuple[int, int]], list[list[Any]]]:
     return seeds, epochs
 
 
+def seeds_by_epoch(starts: bool) -> list[int]:
+    """Return what the workers' seed is of in three epochs, with one loader or three."""
+    data, text = module("data"), torch.arange(2000).to(torch.uint8)
+    options = Namespace(batch_size=2, seed=5, workers=0)
+    seeds, loader = [], None
+    for epoch in range(3):
+        if loader is None or starts:  # a run that resumes at this epoch
+            dataset = data.WindowDataset(text, T, 48)
+            loader = data.StepLoader(dataset, 8, options, torch.device("cpu"))
+        next(loader.steps(epoch, 0, 1))
+        seeds.append(loader.loader.generator.get_state().tolist())
+    return seeds
+
+
+def test_a_resumed_run_seeds_its_workers_by_the_epoch(
+    worker_pool: WorkerPool,
+) -> None:
+    uninterrupted, resumed = (worker_pool.run(seeds_by_epoch, s) for s in (False, True))
+    assert uninterrupted == resumed
+    distinct = {tuple(seed) for seeds in resumed for seed in seeds}
+    assert len(distinct) == 2 * 3
+
+
 def test_workers_of_all_ranks_have_seeds_of_their_own_and_load_what_none_does(
     worker_pool: WorkerPool,
 ) -> None:
