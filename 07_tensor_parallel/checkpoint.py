@@ -425,7 +425,8 @@ def settle_buckets(
     DDP fills buckets in one order for the first backward, and from the second on in the
     order in which gradients arrived. Where a value stands in a bucket decides in which
     order the ranks' values are added: with more than two ranks, the last bit of the
-    sum. A run that resumes must not make a first step of its own.
+    sum. A run that resumes must not make a first step of its own. It runs in eval():
+    without find_unused_parameters, all parameters must be used in eval(), too.
     """
     training = [module for module in ddp_model.modules() if module.training]
     ddp_model.eval()  # BatchNorm must not learn from these, nor refuse a single one
@@ -467,15 +468,20 @@ def open_log(folder: Path | None, step: int) -> Callable[..., None]:
 
 
 def open_csv(path: Path, step: int) -> Callable[..., None]:
-    """Return `write`, as `open_log` does, for a table with one line a step."""
+    """Return `write`, as `open_log` does, for a table with one line a step.
+
+    The first line decides on the names; `write` raises ValueError for any other.
+    """
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     kept = lines[:1] + [line for line in lines[1:] if int(line.split(",")[0]) <= step]
     path.write_text("".join(kept))
+    fields = kept[0].rstrip().split(",") if kept else []
 
     def write(step: int, **numbers: float) -> None:
         with open(path, "a", newline="") as file:
-            table = csv.DictWriter(file, ["step", *numbers], lineterminator="\n")
-            if file.tell() == 0:
+            table = csv.DictWriter(file, fields, lineterminator="\n")
+            if not fields:
+                fields.extend(["step", *numbers])
                 table.writeheader()
             table.writerow({"step": step, **numbers})
 

@@ -550,6 +550,19 @@ def read_table(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {n: [(int(row["step"]), float(row[n])) for row in rows] for n in names}
 
 
+def test_table_keeps_values_under_their_names(tmp_path: Path) -> None:
+    open_csv, path = module("checkpoint").open_csv, tmp_path / "log.csv"
+    log = open_csv(path, 0)
+    log(1, loss=5.5, lr=0.5)
+    log(2, lr=0.25, loss=4.5)
+    log = open_csv(path, 2)  # a run that resumes
+    log(3, lr=0.125)
+    for write in (log, open_csv(path, 3)):
+        with pytest.raises(ValueError, match="validation"):
+            write(3, validation=4.0)
+    assert path.read_text() == "step,loss,lr\n1,5.5,0.5\n2,4.5,0.25\n3,,0.125\n"
+
+
 def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return by name what TensorBoard would draw: steps and values."""
     from tensorboard.backend.event_processing import event_accumulator
