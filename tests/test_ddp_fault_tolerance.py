@@ -381,10 +381,10 @@ def test_learning_rates_from_numpy_are_saved_as_numbers(
 
 
 def test_numbers_of_numpy_can_stand_anywhere_in_a_checkpoint(tmp_path: Path) -> None:
-    optimizer = torch.optim.AdamW(
-        [torch.zeros(2, requires_grad=True)], np.float32(0.5), (np.float64(0.5), 0.75)
-    )
-    milestones = torch.optim.lr_scheduler.MultiStepLR(optimizer, np.array([2, 2, 5]))
+    given: Any = {"lr": np.float32(0.5), "betas": (np.float64(0.5), 0.75)}
+    optimizer = torch.optim.AdamW([torch.zeros(2, requires_grad=True)], **given)
+    steps: Any = np.array([2, 2, 5])
+    milestones = torch.optim.lr_scheduler.MultiStepLR(optimizer, steps)
     content = {
         "optimizer": optimizer.state_dict(),
         "schedule": milestones.state_dict(),
@@ -1468,6 +1468,27 @@ def test_what_starts_ranks_refuses_to_be_one(
     assert stopped.value.code == 2
     start = "start it with python, not torchrun: it starts its own processes"
     assert capsys.readouterr().err == f"{script}.py: {start}\n"
+
+
+def test_a_rank_is_killed_and_none_of_its_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torchruns = ROOM["torchruns"]
+    # Workers inherit RANK, and come later in the list.
+    names = ["rank 0", "rank 1", "worker of rank 0", "worker of rank 1"]
+    processes = {name: mock.Mock() for name in names}
+    for name, process in processes.items():
+        process.environ.return_value = {"RANK": name[-1]}
+
+    def children(recursive: bool = False) -> list[Any]:
+        return list(processes.values())[: 4 if recursive else 2]
+
+    parent = mock.Mock(children=children)
+    monkeypatch.setattr(torchruns.psutil, "Process", lambda _: parent)
+    runs = mock.Mock(running={"A": mock.Mock()})
+    torchruns.Torchruns.kill(runs, "A", rank=1)
+    killed = [name for name, process in processes.items() if process.kill.called]
+    assert killed == ["rank 1"]
 
 
 def test_crashes_py_refuses_more_kills_than_there_is_time_for(

@@ -146,11 +146,14 @@ class Torchruns:
         """
         torchrun = self.running[name]
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
-            ranks = psutil.Process(torchrun.pid).children(recursive=True)
-            if rank is not None:
-                by_rank = {one.environ().get("RANK"): one for one in ranks}
+            launcher = psutil.Process(torchrun.pid)
+            if rank is not None:  # of its own children: workers inherit RANK
+                by_rank = {
+                    one.environ().get("RANK"): one for one in launcher.children()
+                }
                 return by_rank[str(rank)].kill()
+            started = launcher.children(recursive=True)
             torchrun.kill()
-            for late in psutil.wait_procs(ranks, timeout=0 if at_once else 10)[1]:
+            for late in psutil.wait_procs(started, timeout=0 if at_once else 10)[1]:
                 late.kill()
         torchrun.wait()
