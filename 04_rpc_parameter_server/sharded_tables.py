@@ -38,10 +38,7 @@ class AllToAll(torch.autograd.Function):
 
 
 class ShardedTable(nn.Module):
-    """One rank's rows, and three collectives that let it use all; all ranks call it.
-
-    `state_dict()` and `parameters()` hold this rank's rows only.
-    """
+    """One rank's rows, all that its `state_dict()` has; all ranks call it together."""
 
     def __init__(self, own: torch.Tensor) -> None:
         """Take the rows of this rank r of n: r, r + n, r + 2n, and so on, (rows, D)."""
