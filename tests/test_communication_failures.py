@@ -1181,26 +1181,33 @@ def test_swapped_calls_of_one_shape_give_wrong_sums_without_an_error(
     assert claim in words_of(ROOM)
 
 
-def waits_if_rank_1_is_late() -> tuple[bool, bool]:
-    """Sum, then broadcast, each time rank 1 0.8 s later; return who waits for it."""
-    waits = []
-    for call in (dist.all_reduce, functools.partial(dist.broadcast, src=0)):
-        call(x := torch.ones(9))
+def done_before_rank_1_calls(folder: str) -> list[list[str]]:
+    """Sum, then broadcast; on rank 1 return who has done so before it calls."""
+    done = []
+    for name in ("all_reduce", "broadcast"):
+        call = functools.partial(getattr(dist, name), torch.ones(9))
+        call = functools.partial(call, src=0) if name == "broadcast" else call
+        call()
         dist.barrier()
         if dist.get_rank() == 1:
-            time.sleep(0.8)
-        start = time.perf_counter()
-        call(x)
-        waits.append(time.perf_counter() - start > 0.4)
-    return waits[0], waits[1]
+            # In a broadcast it waits until rank 2 has its numbers, for long if need be.
+            for _ in range(3000 if name == "broadcast" else 30):
+                if Path(folder, f"{name} 2").exists():
+                    break
+                time.sleep(0.01)
+            done.append(sorted(path.name for path in Path(folder).glob(f"{name} *")))
+        call()
+        Path(folder, f"{name} {dist.get_rank()}").touch()
+        dist.barrier()
+    return done
 
 
 def test_straggler_is_not_the_only_one_that_does_not_wait_in_a_broadcast(
-    worker_pool: WorkerPool,
+    worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
-    ranks = worker_pool.run(waits_if_rank_1_is_late, world_size=3)
-    assert [in_sum for in_sum, _ in ranks] == [True, False, True]
-    assert [in_broadcast for _, in_broadcast in ranks] == [True, False, False]
+    run = functools.partial(worker_pool.run, done_before_rank_1_calls, str(tmp_path))
+    _, done, _ = run(world_size=3)
+    assert done == [[], ["broadcast 2"]]  # rank 0 waits until rank 1 takes its own
     assert "In an all-reduce it waits least." in words_of(ROOM)
 
 
