@@ -34,9 +34,9 @@ class EagerSGD(torch.optim.SGD):
     # For torch.optim.SGD it takes its compiled copy, which runs without a lock and may
     # lose updates. Of a class with another name it has none.
     def step(self, closure: Any = None) -> Any:
-        """Step, and forget.
+        """Step, and forget: gradients that stay would step again.
 
-        It still does with two such optimizers in a process: each sets all `.grad`.
+        With two such optimizers in a process they would again: each sets all `.grad`.
         """
         loss = super().step(closure)
         self.zero_grad()  # or a weight that the next batch misses would step again

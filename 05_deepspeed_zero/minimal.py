@@ -32,20 +32,21 @@ def main() -> None:
     """Train for one epoch on one device a rank."""
     # Without a GPU, DeepSpeed would first compile C++ for minutes. GPUs do not need it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()  # for chapter 03's choice of device and process group
+    deepspeed.init_distributed()  # in place of init_process_group
     torch.manual_seed(0)
     model: Any = GPT(GPTConfig())
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    # In place of DDP. For a file: config="ds.json".
+    # In place of DDP, and of chapter 03's set_device_index. A config that is in a file
+    # is passed as config="ds.json".
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
     train_set = WindowDataset(load_text(None, 128)[0], block_size=128, samples=1024)
     sampler = DistributedSampler(train_set, drop_last=True)  # set_epoch(n) for epoch n
     loader = DataLoader(train_set, batch_size=32, sampler=sampler, drop_last=True)
     for step, (_, inputs, labels) in enumerate(loader, start=1):
         loss = engine(inputs.to(engine.device), labels.to(engine.device))
-        engine.backward(loss)  # for loss.backward(); averages over the ranks
-        # For optimizer.step() and zero_grad(): clips, steps this rank's shard, clears
-        # the gradients. Stages 1 and 2 then gather the new weights.
+        engine.backward(loss)  # in place of loss.backward(); averages over the ranks
+        # In place of optimizer.step() and zero_grad(): clips, steps this rank's shard,
+        # clears the gradients. Stages 1 and 2 then gather the new weights.
         engine.step()
         dist.all_reduce(mean := loss.detach(), op=dist.ReduceOp.AVG)
         if step % 4 == 0 and dist.get_rank() == 0:
@@ -55,6 +56,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # With a GPU for each rank dist.destroy_process_group() is enough. On CPUs the
-    # engine holds on to the group, whose threads might abort as Python ends.
+    # With a GPU for each rank dist.destroy_process_group() is enough (not run). On CPUs
+    # the engine holds on to the group, whose threads might abort as Python ends.
     leave()
