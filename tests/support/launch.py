@@ -45,9 +45,11 @@ _LAUNCHER_NAMES = {
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "CROSS_RANK", "CROSS_SIZE"),
 }
 # These change what a command prints: Python's switches, the width of help texts,
-# the language of messages, and PyTorch's own debugging.
+# the language of messages, PyTorch's own debugging, and DeepSpeed's device, which a
+# test may have set.
 _OUTPUT_PREFIXES = ("PYTHON", "LC_", "TORCH_DISTRIBUTED_", "TORCH_CPP_LOG_")
 _OUTPUT_NAMES = {"LANGUAGE", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"}
+_OUTPUT_NAMES |= {"DS_ACCELERATOR"}
 
 
 @dataclass(frozen=True)
