@@ -34,17 +34,22 @@ pytest = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(files_at_a_time) --di
 smoke: setup-dev ## Set up, then run one script of each chapter.
 	@$(pytest) -m smoke tests
 
+# These look at the pages: at what they quote and draw, and at each chapter by itself.
+of_pages = $(patsubst %,tests/test_%.py,pages pictures chapters_stand_alone readme_runner)
+
 # On two cores a third file ends the tests a twelfth sooner; pages measure some times.
 # The files that take longest come first, so that no process idles at the end.
 test: files_at_a_time = 3
-test: longest = ddp_minimal fsdp pages rpc_parameter_server one_mesh ranks one_result
+test: longest = ddp_minimal fsdp rpc_parameter_server one_mesh ranks one_result
 test: first = $(longest:%=tests/test_%.py)
-test: setup-dev ## Set up, then run the tests but for the slow ones.
-	@$(pytest) -m "not slow" $(first) $(filter-out $(first),$(wildcard tests/test_*.py))
+test: rest = $(filter-out $(first) $(of_pages),$(wildcard tests/test_*.py))
+test: setup-dev ## Set up, then run the tests of the scripts but for the slow ones.
+	@$(pytest) -m "not slow" $(first) $(rest)
 
 # The pages that take longest come first, so that neither process idles at the end.
-pages: setup-dev ## Set up, then run the pages' commands but for the slow ones.
-	@$(pytest) -m "not slow" $(wildcard 0[345]*/*.md 0*/*/*.md 0[126789]*/*.md *.md)
+pages: longest = $(wildcard 0[345]*/*.md) $(of_pages)
+pages: setup-dev ## Set up, then run the pages' commands and tests but for the slow ones.
+	@$(pytest) -m "not slow" $(longest) $(wildcard 0*/*/*.md 0[126789]*/*.md *.md)
 
 test-all: setup-dev ## Set up, then run every test and every command of every page.
 	@$(pytest)

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from readme_runner import ReadmeRunner
+
 ROOT = Path(__file__).resolve().parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text()
 PYTHONS = re.findall(r"^SUPPORTED = (.*)$", MAKEFILE, re.MULTILINE)[0].split()
@@ -485,6 +487,22 @@ def test_what_runs_the_tests_is_what_is_pinned() -> None:
         # A build for one platform adds to the version: 2.13.0+cpu is a 2.13.0.
         installed = importlib.metadata.version(pin.name).partition("+")[0]
         assert str(pin.specifier) == f"=={installed}", pin.name
+
+
+def test_every_test_file_and_every_page_is_in_one_of_two_runs() -> None:
+    named: list[str] = []
+    for target in ("test", "pages"):
+        command = ["make", "-n", target]
+        apart = {"PATH": os.environ["PATH"]}  # without what a make around us passes on
+        said = subprocess.run(
+            command, cwd=ROOT, env=apart, capture_output=True, check=True
+        )
+        last = said.stdout.decode().splitlines()[-1].split()
+        assert last[last.index("pytest") + 1] == "-n" and "not slow" in " ".join(last)
+        named += [word for word in last if word.endswith((".py", ".md"))]
+    files = [str(file.relative_to(ROOT)) for file in ROOT.glob("tests/test_*.py")]
+    files += [str(page.relative_to(ROOT)) for page in ReadmeRunner().markdown_files()]
+    assert len(files) > 100 and sorted(named) == sorted(files)
 
 
 def test_workflow_covers_the_oldest_and_newest_python_and_runs_the_same() -> None:
