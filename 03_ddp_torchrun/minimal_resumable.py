@@ -2,11 +2,13 @@
 
 Run: torchrun --nproc-per-node=2 03_ddp_torchrun/minimal_resumable.py
 Expect: a validation loss after each of two epochs. The same command takes up a run that
-    died, less an epoch at most, and on two ranks ends with the same bits. (train.py
-    saves every so many steps, and at SIGUSR1.) To begin anew, delete resumable.pt.
+    died, less an epoch at most, and on two ranks ends with the same bits. SIGUSR1 ends
+    it after an epoch. (train.py saves every so many steps, and ends after a step.) To
+    begin anew, delete resumable.pt.
 """
 
 import os
+import signal
 import sys
 from contextlib import nullcontext
 from math import cos, pi
@@ -89,6 +91,16 @@ def share_buffers(model) -> None:
             buffer.copy_(values)
 
 
+def is_stopped(noted, epochs_done) -> bool:
+    """Tell all ranks alike whether to leave the loop; every rank calls it."""
+    dist.all_gather_object(counts := [0] * dist.get_world_size(), len(noted))
+    if not any(counts) or epochs_done == EPOCHS:
+        return False  # no rank has noted a signal, or all is done
+    if dist.get_rank() == 0:  # a job script that finds this file starts the run again
+        open(f"{FILE}.requeue", "w").close()
+    return True
+
+
 def main() -> None:
     """Join, build, resume; train, compare the ranks, evaluate and save each epoch."""
     if os.path.exists(FILE) and not is_zipfile(FILE):
@@ -100,6 +112,8 @@ def main() -> None:
         device = torch.accelerator.current_accelerator() or device
     dist.init_process_group(dist.get_default_backend_for_device(device))
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    noted = []  # signals, of which this process would otherwise die
+    signal.signal(signal.SIGUSR1, lambda number, _: noted.append(number))
     train_set, test_set = (WindowDataset(t, 128, 512) for t in load_text(None, 128))
     sampler = DistributedSampler(train_set, drop_last=True)
     loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
@@ -134,6 +148,8 @@ def main() -> None:
         if rank == 0:
             print(f"epoch {epoch} | validation loss {loss:.3f}", flush=True)
             save_parts(parts, epoch + 1)
+        if is_stopped(noted, epoch + 1):
+            break
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import copy
 import errno
 import inspect
 import io
+import math
 import os
 import pickle
 import random
@@ -888,6 +889,11 @@ def test_job_script_requeues_only_a_run_that_left_its_marker(
         "started",
         *["scontrol requeue 7"] * is_requeued,
     ]
+    # The file of minimal_resumable.py, which has no such option.
+    (tmp_path / "srun").write_text("#!/bin/sh\ntouch resumable.pt.requeue\n")
+    again = run(["bash", script, "minimal_resumable.py"], cwd=tmp_path, env=environment)
+    assert again.stdout == "scontrol requeue 7\n" and again.returncode == 0
+    (tmp_path / "srun").write_text(stand_ins["srun"])
     # Without a checkpoint nothing can have been saved.
     marker.unlink(missing_ok=True)
     plain = run(["bash", script, "train.py"], cwd=tmp_path, env=environment)
@@ -1455,6 +1461,54 @@ def left_out_without_dropout() -> Any:
 
 def test_left_out_py_fails_if_an_entry_is_not_needed(worker_pool: WorkerPool) -> None:
     assert worker_pool.run(left_out_without_dropout) == [1, 1]
+
+
+def lost_by_the_renewal_formula(interval: float, save: float, between: float) -> float:
+    """Return the share lost if failures are exponential: Daly (2006), no restart time.
+
+    Between two failures the intervals that are finished are geometrically distributed.
+    """
+    finished = 1 / math.expm1((interval + save) / between)
+    return 1 - finished * interval / between
+
+
+def test_no_interval_loses_less_than_the_one_that_how_often_py_names() -> None:
+    lesson: Any = load_chapter(PLACE)["how_often"]
+    for save, between in ((60.0, 3 * 3600.0), (0.2, 3600.0), (600.0, 24 * 3600.0)):
+        best = lesson.best_interval(save, between)
+        assert best == pytest.approx((2 * save * between) ** 0.5)
+        lost = [lesson.share_lost(best * f, save, between) for f in (0.9, 1, 1.1)]
+        assert lost[1] < min(lost[0], lost[2])
+        # Half of it goes to saving.
+        assert lost[1] == pytest.approx(2 * save / best)
+        exact = lost_by_the_renewal_formula(best, save, between)
+        assert exact == pytest.approx(lost[1], rel=0.1)
+        simulated = lesson.simulate(best, save, between)
+        assert simulated == pytest.approx(exact, abs=0.01)
+    # The page's rows, worked out by hand.
+    assert round(lesson.best_interval(60, 10_800) / 60, 1) == 19.0
+    assert round(lesson.best_interval(60, 86_400) / 60, 1) == 53.7
+    assert pytest.approx(54, rel=0.05) == 419 * 3 / 24  # Llama 3: stops, hours, days
+
+
+@pytest.mark.parametrize("fault", ["", "as often as it fails", "nothing is lost"])
+def test_how_often_py_fails_if_another_interval_loses_less(
+    capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    lesson: Any = load_chapter(PLACE)["how_often"]
+    faults: dict[str, Any] = {
+        "as often as it fails": {"best_interval": lambda save, between: between},
+        "nothing is lost": {"simulate": lambda *_: 0.0},
+    }
+    with mock.patch.multiple(
+        lesson, seconds_to_save=lambda: 0.2, **faults.get(fault, {})
+    ):
+        if fault:
+            with pytest.raises(SystemExit, match="check failed"):
+                lesson.main()
+        else:
+            lesson.main()
+    assert ("check: 4 times as often" in capsys.readouterr().out) is (not fault)
 
 
 @pytest.mark.parametrize("script", ["crashes", "world_changes", "who_may_die"])

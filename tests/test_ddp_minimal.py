@@ -9,6 +9,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -197,13 +198,15 @@ def resumable(
     And the epochs that it told the sampler of.
 
     `dies_in` names what fails in the second epoch: `evaluate`, or `save`, after half of
-    the file has been written.
+    the file has been written. Or in the first epoch rank 1 alone gets a `signal`.
     """
     module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
     config = partial(module.GPTConfig, **SMALL, dropout=dropout)
     local_size = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
     output, path = io.StringIO(), Path(folder, "resumable.pt")
+    resumes = path.exists()
     evaluate, save, called = module.validation_loss, torch.save, []
+    is_stopped = module.is_stopped
     older: list[Any] = []
     held_out = module.load_text(None, 128)[1]
 
@@ -212,6 +215,8 @@ def resumable(
         assert torch.equal(arguments[1].text, held_out)
         if dies_in == "evaluate" and len(called) == 2:
             raise Died
+        if dies_in == "signal" and torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
         # Each rank draws masks of its own in each epoch, and evaluation draws none.
         epoch, group = told.mock_calls[-1].args[1], torch.distributed
         seed = epoch * group.get_world_size() + group.get_rank()
@@ -228,6 +233,11 @@ def resumable(
             os.truncate(file, os.path.getsize(file) // 2)
             raise Died
 
+    def ask_or_die(*arguments: Any) -> bool:
+        if dies_in == "save" and called == ["evaluate"] * 2:  # as rank 0 has
+            raise Died
+        return is_stopped(*arguments)
+
     set_epoch = mock.patch.object(
         module.DistributedSampler,
         "set_epoch",
@@ -240,13 +250,15 @@ def resumable(
         mock.patch.object(torch.distributed, "init_process_group"),
         mock.patch.multiple(module, GPTConfig=config, FILE=path, BATCH_SIZE=batch_size),
         mock.patch.object(module, "validation_loss", evaluate_or_die),
+        mock.patch.object(module, "is_stopped", ask_or_die),
         mock.patch.object(torch, "save", save_or_die),
         contextlib.redirect_stdout(output),
         contextlib.suppress(Died),
     ):
         module.main()
     # Who has opened the first epoch's file reads on: it is replaced, not changed.
-    saves_again = torch.distributed.get_rank() == 0 and dies_in != "evaluate"
+    saves_again = dies_in in ("", "save") or resumes
+    saves_again = torch.distributed.get_rank() == 0 and saves_again
     assert [torch.load(file)["epoch"] for file in older] == [1] * saves_again
     return (
         torch.load(path),
@@ -290,6 +302,21 @@ def test_a_run_that_died_resumes_with_the_same_bits(
     assert said_then.splitlines() == ["2 ranks on cpu: 1 of 2 epochs done", *epochs[1:]]
     assert not torch.equal(weights_of(half), weights_of(expected))
     assert torch.equal(weights_of(resumed), weights_of(expected))
+
+
+def test_a_signal_to_one_rank_ends_all_after_the_epoch(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    marker = tmp_path / "resumable.pt.requeue"
+    words = (str(tmp_path), 0.1, 16, "signal")
+    stopped = worker_pool.run(resumable, *words, world_size=2)
+    assert [(state["epoch"], told) for state, _, told in stopped] == [(1, [0])] * 2
+    assert len(stopped[0][1].splitlines()) == 2 and marker.exists()
+    marker.unlink()
+    # A signal in the last epoch asks for nothing more; the file has that of another.
+    resumed = worker_pool.run(resumable, *words, world_size=2)
+    assert [(state["epoch"], told) for state, _, told in resumed] == [(2, [1])] * 2
+    assert not marker.exists()
 
 
 def test_a_checkpoint_is_loaded_where_adam_counts_its_steps(tmp_path: Path) -> None:

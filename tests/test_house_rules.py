@@ -179,9 +179,6 @@ NOT_RUN: dict[str, list[str]] = {
         "it needs GPUs",
         "it needs a cluster; the answers are those that the sources name",
     ],
-    "03_ddp_torchrun/fault_tolerance/README.md": [
-        "nothing fails in it; in crashes.py above a rank does",
-    ],
     "04_rpc_parameter_server/README.md": [
         "it takes four terminals; tests/test_rpc_failures.py runs these commands",
     ],

@@ -21,6 +21,13 @@ import train
 from ranks import check, gather, join, leave, say
 
 MIDDLE, STEPS = 4, 8  # where the run is resumed; where it ends, and so does its epoch
+
+# The run resumes after 4 of 8 steps of 16 samples (8 on each of two ranks): 64 samples
+# have been seen and 64 remain. Each entry in turn is taken from step 0:
+#   step: again 8 steps, and 64 + 8 x 16 = 192 seen;
+#   seen, the count of that: 4 steps, and 0 + 4 x 16 = 64 seen;
+#   model, optimizer, schedule (of learning rates), random (each rank's numbers): the
+#       right 4 steps, but from, or with, what was there at step 0.
 ENTRIES = ("nothing", "model", "optimizer", "schedule", "step", "seen", "random")
 OPTIONS = {"seed": 0, "lr": 3e-3, "amp": False, "max_epochs": 1, "max_steps": STEPS}
 OPTIONS |= {"text": None, "block_size": 32, "batch_size": 8, "workers": 0}
