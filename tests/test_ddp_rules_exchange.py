@@ -935,6 +935,27 @@ def test_each_machine_has_a_local_rank_zero(
     ]
 
 
+def prepared(folder: str) -> tuple[int, bool]:
+    """Prepare a slow disk; return how often this rank did, and whether it is there."""
+    own_disk, mkdir, made = Path(folder, "disk"), Path.mkdir, []
+
+    def make_late(path: Path) -> None:
+        time.sleep(0.5)
+        made.append(path)
+        mkdir(path)
+
+    with mock.patch.object(Path, "mkdir", make_late):
+        script("main_process").prepare(own_disk)
+    return len(made), own_disk.is_dir()
+
+
+def test_what_a_machine_needs_is_prepared_once_before_all_go_on(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    found = worker_pool.run(prepared, str(tmp_path), world_size=3)
+    assert found == [(1, True), (0, True), (0, True)]
+
+
 @pytest.mark.slow
 def test_two_agents_on_one_machine_have_two_local_ranks_zero(tmp_path: Path) -> None:
     script = tmp_path / "tell.py"

@@ -19,13 +19,20 @@ LINE = "step 1 | loss 0.5"
 
 
 def is_first_on_its_machine() -> bool:
-    """Tell who may do what is needed once on each machine, such as filling a cache."""
+    """Tell who may do what is needed once on each machine, such as a download."""
     return int(os.environ["LOCAL_RANK"]) == 0
 
 
 def is_rank_zero() -> bool:
-    """Tell who may do what is needed once in the whole job, such as writing a log."""
+    """Tell who may do what is needed once in the whole job: a log, wandb.init()."""
     return dist.get_rank() == 0
+
+
+def prepare(folder: Path) -> None:
+    """Make a folder, download, unpack: one rank of each machine does, and all wait."""
+    if is_first_on_its_machine():
+        folder.mkdir()  # by every rank it would be an error
+    dist.barrier()  # waits no longer than the group's timeout: give it a longer one
 
 
 def write_log(folder: Path, is_main_process: Callable[[], bool]) -> str:
@@ -46,12 +53,17 @@ def main() -> None:
     say("  ".join("rank {}, LOCAL_RANK {}".format(*place) for place in places))
     with tempfile.TemporaryDirectory() as own_folder:
         shared = Path(gather(own_folder)[0])  # in a real job on a network file system
+        machine = dist.get_rank() // int(os.environ["LOCAL_WORLD_SIZE"])
+        own_disk = shared / f"machine {machine}"
+        prepare(own_disk)
         by_local_rank = write_log(shared, is_first_on_its_machine)
         by_rank = write_log(shared, is_rank_zero)
         say(f"is_first_on_its_machine | lines in the log: {by_local_rank.count(LINE)}")
         say(f"is_rank_zero            | lines in the log: {by_rank.count(LINE)}")
         check(
-            by_rank == f"{LINE}\n" and by_local_rank == f"{LINE}\n" * machines,
+            own_disk.is_dir()
+            and by_rank == f"{LINE}\n"
+            and by_local_rank == f"{LINE}\n" * machines,
             "is_rank_zero writes the log of one process, LOCAL_RANK one a machine",
         )
     leave()
