@@ -1868,6 +1868,82 @@ def test_prefetched_are_the_next_blocks_nearest_first() -> None:
     assert found[3] == ([4], [2, 1]) and found[4] == ([], [3, 2])
 
 
+def test_each_unit_gathers_as_far_ahead_as_it_is_told(worker_pool: WorkerPool) -> None:
+    # The page shows two ranks. Columns: the units in their turn; rows: three ways.
+    outputs = worker_pool.run(run_lesson, SETTINGS, "prefetch", world_size=3)
+    *table, check = outputs[0].splitlines()
+    assert check == "check: 3 ways, one gradient: one process's"
+    rows = [[cell.strip() for cell in line.split("|")] for line in table]
+    assert rows == [
+        ["forward", "R", "0", "1", "2", "3"],
+        ["default", "R", "0", "1", "2", "3"],
+        ["1 ahead", "R", "0 1", "2", "3", ""],
+        ["2 ahead", "R", "0 1 2", "3", "", ""],
+        ["backward", "R", "3", "2", "1", "0"],
+        ["default", "3", "2", "1", "0", ""],
+        ["1 ahead", "3", "2", "1", "0", ""],
+        ["2 ahead", "3", "2 1", "0", "", ""],
+    ]
+
+
+def ending_of_prefetch() -> tuple[Any, str]:
+    """Run prefetch.py where looking two ahead changes what blocks compute."""
+
+    def wrong(blocks: list[Any], ahead: int) -> None:
+        for block in blocks if ahead == 2 else ():
+            block.register_forward_hook(lambda *call: call[2] * 1.001)
+
+    return ending(SETTINGS, "prefetch", gather_ahead=wrong)
+
+
+def test_prefetch_notices_another_gradient(worker_pool: WorkerPool) -> None:
+    assert_failed(worker_pool.run(ending_of_prefetch), "3 ways, one gradient")
+
+
+def test_fsdp1_and_fsdp2_train_as_one_process(worker_pool: WorkerPool) -> None:
+    # The page shows two ranks.
+    outputs = worker_pool.run(run_lesson, SETTINGS, "from_fsdp1", world_size=3)
+    *steps, check = outputs[0].splitlines()
+    assert check == "check: 3 steps' norms, and the weights, are one process's"
+    norms = [re.findall(r"\d\.\d{4}", line) for line in steps]
+    assert len(norms) == 3 and all(one == two for one, two in norms)
+    assert len({one for one, _ in norms}) == 3
+
+
+def ending_of_from_fsdp1(fault: str) -> tuple[Any, str]:
+    """Run from_fsdp1.py with a part of the migration forgotten."""
+    lesson: Any = load_chapter(SETTINGS)["from_fsdp1"]
+    way = lesson.InFSDP2
+
+    class Faulty(way):
+        def __init__(self, model: Any, device: torch.device) -> None:
+            if fault == "no broadcast" and dist.get_rank() == 1:
+                nn.init.zeros_(model.blocks[0].mlp_in.weight)
+            broadcast = mock.Mock() if fault == "no broadcast" else dist.broadcast
+            with mock.patch.object(dist, "broadcast", broadcast):
+                super().__init__(model, device)
+
+        def add_gradients(self, batches: list[torch.Tensor]) -> float:
+            if "clipped" not in fault:
+                return super().add_gradients(batches)
+            with mock.patch.object(nn.utils, "clip_grad_norm_", unclipped):
+                return super().add_gradients(batches)
+
+    return ending(SETTINGS, "from_fsdp1", **{way.__name__: Faulty})
+
+
+def unclipped(parameters: Any, max_norm: float) -> torch.Tensor:
+    """Return the norm, but one rank's part of it, as a DTensor's `item` does."""
+    parts = [p.grad.to_local().square().sum() for p in parameters]
+    return SimpleNamespace(full_tensor=lambda: sum(parts).sqrt())  # type: ignore
+
+
+@pytest.mark.parametrize("fault", ["no broadcast", "clipped by its own norm"])
+def test_from_fsdp1_notices(worker_pool: WorkerPool, fault: str) -> None:
+    ends = worker_pool.run(ending_of_from_fsdp1, fault)
+    assert_failed(ends, "3 steps' norms, and the weights")
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -12,6 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from markdown_it import MarkdownIt
 from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     get_state_dict,
@@ -533,6 +536,39 @@ def test_dictionary_notices_a_wrong_name() -> None:
     assert is_known("reshard_after_forward", found_in)
     assert not is_known("ShardingStrategy.FULL_SHARDS", found_in)
     assert not is_known("reshard", found_in)
+
+
+def test_no_argument_of_fsdp1_is_left_out() -> None:
+    (_, *tables) = tables_of("06_fsdp/settings/README.md")
+    (rows,) = [rows for rows in tables if len(rows) > 10]
+    fsdp1 = fsdp.FullyShardedDataParallel
+    names = {name for row in rows for name in re.findall(r"`(\w+)", row[0])}
+    parameters = set(inspect.signature(fsdp1.__init__).parameters) - {"self", "module"}
+    assert len(parameters) == 15 and names >= parameters
+    strategies = {one.name for one in fsdp.ShardingStrategy}
+    precision = {f.name for f in dataclasses.fields(fsdp.MixedPrecision)}
+    assert names >= strategies | {one for one in precision if one[0] != "_"}
+    # The methods, and members of two more enumerations.
+    others = names - parameters - strategies - precision - {"None"}
+    enumerations = [fsdp1, fsdp.BackwardPrefetch, fsdp.StateDictType]
+    assert len(others) == 9
+    assert [name for name in others if not is_known(name, enumerations)] == []
+    # First, as a tensor has another `dist`.
+    second = [SimpleNamespace(dist=dist, nn=nn), state_dict, *places()["FSDP2"]]
+    assert unknown_names(rows, 1, second) == []
+
+
+def test_what_fsdp2_does_by_default_of_fsdp1s_arguments() -> None:
+    settings = inspect.signature(fully_shard).parameters
+    # On all but the root, as FULL_SHARD does.
+    assert settings["reshard_after_forward"].default is None
+    assert fsdp.MixedPrecisionPolicy().cast_forward_inputs
+    assert not fsdp.MixedPrecision().cast_forward_inputs
+    assert fsdp.MixedPrecision().cast_root_forward_inputs
+    source = inspect.getsource(fsdp.FullyShardedDataParallel.__init__)
+    assert (
+        "backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKW" in source
+    )
 
 
 # --- What people get wrong. ----------
