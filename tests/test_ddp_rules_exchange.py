@@ -945,7 +945,7 @@ def prepared(folder: str) -> tuple[int, bool]:
         mkdir(path)
 
     with mock.patch.object(Path, "mkdir", make_late):
-        script("main_process").prepare(own_disk)
+        script("main_process").prepare_once(own_disk)
     return len(made), own_disk.is_dir()
 
 

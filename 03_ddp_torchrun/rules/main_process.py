@@ -28,7 +28,7 @@ def is_rank_zero() -> bool:
     return dist.get_rank() == 0
 
 
-def prepare(folder: Path) -> None:
+def prepare_once(folder: Path) -> None:
     """Make a folder, download, unpack: one rank of each machine does, and all wait."""
     if is_first_on_its_machine():
         folder.mkdir()  # by every rank it would be an error
@@ -55,7 +55,7 @@ def main() -> None:
         shared = Path(gather(own_folder)[0])  # in a real job on a network file system
         machine = dist.get_rank() // int(os.environ["LOCAL_WORLD_SIZE"])
         own_disk = shared / f"machine {machine}"
-        prepare(own_disk)
+        prepare_once(own_disk)
         by_local_rank = write_log(shared, is_first_on_its_machine)
         by_rank = write_log(shared, is_rank_zero)
         say(f"is_first_on_its_machine | lines in the log: {by_local_rank.count(LINE)}")
