@@ -62,7 +62,7 @@ def vocabulary_parallel_cross_entropy(
     # Two numbers for each token, in one message.
     terms = torch.stack([logits.exp().sum(dim=1), of_label])
     exp_sum, of_label = SumOverRanks.apply(terms, group)
-    return (exp_sum.log() - of_label).mean()
+    return (exp_sum.log() - of_label).mean()  # ignored labels count too
 
 
 class ParallelBlock(Block):

@@ -55,22 +55,31 @@ OPTIONS = {
     "log_to": {"type": checkpoint.log_folder, "help": "for TensorBoard, or a table"},
     "local_rank": {"type": int, "help": argparse.SUPPRESS},  # the old launcher's
 }
-EMBEDDING = RowwiseParallel(input_layouts=Replicate())  # rows of the vocabulary
-NORM = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
-PLAN = {
-    "token_embedding": EMBEDDING,
-    "position_embedding": EMBEDDING,
-    "blocks.*.attention_norm": NORM,
+MLP = {
+    "blocks.*.mlp_in": ColwiseParallel(),  # its input is whole, its output Shard(-1)
+    "blocks.*.mlp_out": RowwiseParallel(),  # the reverse, by an all-reduce
+}
+ATTENTION = {
     "blocks.*.query": ColwiseParallel(),
     "blocks.*.key": ColwiseParallel(),
     "blocks.*.value": ColwiseParallel(),
     "blocks.*.attention_out": RowwiseParallel(),
-    "blocks.*.mlp_norm": NORM,
-    "blocks.*.mlp_in": ColwiseParallel(),
-    "blocks.*.mlp_out": RowwiseParallel(),
-    "final_norm": NORM,
+}
+# An embedding is not transposed: by rows is Shard(0). Every rank reads all tokens.
+EMBEDDING = RowwiseParallel(input_layouts=Replicate())
+VOCABULARY = {
+    "token_embedding": EMBEDDING,
+    "position_embedding": EMBEDDING,
     "head": ColwiseParallel(output_layouts=Replicate()),  # gathers the logits
 }
+# Of a plain input, whole on every rank, this makes a DTensor that is as whole.
+NORM = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+NORMS = {
+    "blocks.*.attention_norm": NORM,
+    "blocks.*.mlp_norm": NORM,
+    "final_norm": NORM,
+}
+PLAN = MLP | ATTENTION | VOCABULARY | NORMS
 
 
 def split_over_ranks(model: GPT, mesh: DeviceMesh, *plans: dict[str, Any]) -> GPT:
@@ -82,7 +91,7 @@ def split_over_ranks(model: GPT, mesh: DeviceMesh, *plans: dict[str, Any]) -> GP
         model.get_parameter(name).requires_grad_(False)
     if model.config.tied:  # of one matrix it has made two
         model.head.weight = model.token_embedding.weight
-    distribute_module(model, mesh)
+    distribute_module(model, mesh)  # makes whole DTensors of all other parameters
     return model
 
 

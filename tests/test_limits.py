@@ -819,6 +819,12 @@ def _(lesson: Any, _: str, off: float) -> bool:
         return accepts(lesson, STEPS=1)
 
 
+@limit("07/plan_in_steps", "gradient")
+def _(lesson: Any, _: str, off: float) -> bool:
+    with mock.patch.object(torch, "dist", always(one(1e-9 * off))):
+        return accepts(lesson, CONFIG=lesson.GPTConfig(16, 16), T=16, D=16)
+
+
 @limit("07/matrix", "mlp", "rows first")
 def _(lesson: Any, name: str, off: float) -> bool:
     mlp, mlp_rows_first = lesson.mlp, lesson.mlp_rows_first

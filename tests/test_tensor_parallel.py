@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -507,6 +508,7 @@ def train_with_usual_options() -> None:
     [
         (by_hand.main, f"4 heads take 1, 2 or 4 {TYPE_TWO}"),
         (modules["sequence_parallel"].main, f"4 heads take 2 or 4 {TYPE_TWO}"),
+        (modules["plan_in_steps"].main, f"4 heads take 2 or 4 {TYPE_TWO}"),
         (PAYS["bytes_and_memory"].main, f"4 heads take 2 or 4 {TYPE_TWO}"),
         (train_with_usual_options, "3 ranks cannot share 4 heads evenly; give --heads"),
     ],
@@ -725,6 +727,131 @@ def test_plan_is_the_layers_by_hand_and_one_process(
         positions = "all_reduce", T * D * 8
         assert found.others == [positions, ("all_gather_into_tensor", logits)]
         assert found.numbers == matrices // world_size + norms
+
+
+STEPS = """\
+one process  | 443,648 parameters, 2 blocks
++ MLP        | {} on a rank | 2 all-reduces in forward, 2 in backward
++ attention  | {} on a rank | 4 all-reduces in forward, 8 in backward
++ vocabulary | {} on a rank | 5 all-reduces in forward, 9 in backward
++ norms      | {} on a rank | 5 all-reduces in forward, 5 in backward
+check: 4 times one process's gradient, and counts by the formula
+"""
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parameters"),
+    [
+        # 2 x 8 x 128^2 are cut; 2 x 4 x 128^2 more; (256 + 128) x 128 more.
+        pytest.param(
+            2,
+            ["312,576", "247,040", "222,464", "222,464"],
+            marks=pytest.mark.slow,  # as on the page
+        ),
+        (4, ["247,040", "148,736", "111,872", "111,872"]),
+    ],
+)
+def test_parts_of_the_plan_cut_more_and_norms_save_all_reduces(
+    worker_pool: WorkerPool, world_size: int, parameters: list[str]
+) -> None:
+    outputs = worker_pool.run(
+        run_lesson, CHAPTER, "plan_in_steps", world_size=world_size
+    )
+    assert outputs == [STEPS.format(*parameters)] + [""] * (world_size - 1)
+
+
+def parts_ending(fault: str) -> tuple[Any, str]:
+    """Run plan_in_steps.py with one thing wrong."""
+    script = modules["plan_in_steps"]
+
+    split = script.split_over_ranks
+
+    def split_and_spoil(*arguments: Any) -> None:
+        split(*arguments).blocks[1].query.weight.data.mul_(1 + 1e-5)
+
+    real, counted = script.all_reduces, itertools.count()
+    one_more = {"first forward": 0, "last backward": 7}.get(fault)
+    faults: dict[str, list[tuple[Any, str, Any]]] = {
+        "gradient": [(script, "split_over_ranks", split_and_spoil)],
+        "norms stay plain": [(script, "split_over_ranks", lambda *_: None)],
+        "parameters": [(script, "here", script.whole)],
+    }
+    counts = (script, "all_reduces", lambda c: real(c) + (next(counted) == one_more))
+    small = [("CONFIG", script.GPTConfig(16, 16)), ("T", 16), ("D", 16)]
+    sizes = [(script, *size) for size in small]
+    return ending("plan_in_steps", [*faults.get(fault, [counts]), *sizes])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["gradient", "norms stay plain", "parameters", "first forward", "last backward"],
+)
+def test_wrong_part_of_the_plan_is_noticed(worker_pool: WorkerPool, fault: str) -> None:
+    claim = "4 times one process's gradient, and counts by the formula"
+    assert_noticed(worker_pool.run(parts_ending, fault), claim)
+
+
+class Parts(NamedTuple):
+    """What the first parts of a plan did: error, all-reduces each way, sizes."""
+
+    gradient: float
+    calls: list[int]
+    plain: int
+    numbers: int
+
+
+def by_first_parts() -> tuple[list[Parts], str]:
+    """Cut untied models by one, two and three parts; then by all of them alone."""
+    mesh, (batch,) = init_device_mesh("cpu", (dist.get_world_size(),)), batches_of(1)
+    alone, found, plan = gpt_of(tied=False), [], {}
+    alone(*batch).backward()
+    for part in (train.MLP, train.ATTENTION, train.VOCABULARY):
+        plan |= part
+        parallelize_module(ours := gpt_of(tied=False), mesh, plan)
+        with sent_and_kept.Collectives() as forward:
+            loss = ours(*batch)
+        with sent_and_kept.Collectives() as backward:
+            loss.backward()
+        calls = [
+            sum(call == ("all_reduce", B * T * D * 8) for call in way.noted)
+            for way in (forward, backward)
+        ]
+        apart, plain, numbers = [], 0, 0
+        for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
+            is_plain = type(p) is nn.Parameter and not hasattr(p, "placements")
+            grad = p.grad if is_plain else p.grad.full_tensor()
+            apart.append((grad - q.grad).abs().max().item())
+            numbers += (p if is_plain else p.to_local()).numel()
+            plain += is_plain
+        assert len(apart) == 25
+        found.append(Parts(max(apart), calls, plain, numbers))
+    parallelize_module(ours := gpt_of(tied=False), mesh, plan | train.NORMS)
+    with pytest.raises(RuntimeError) as refused:
+        ours(*batch)
+    return found, str(refused.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_first_parts_of_the_plan_are_one_process(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    results = worker_pool.run(by_first_parts, world_size=world_size)
+    assert len(results) == world_size
+    norms, n = (2 * L + 1) * 2, world_size
+    attention, mlp, ends = L * 4 * D * D, L * 8 * D * D, (2 * 256 + T) * D
+    for found, said in results:
+        assert max(part.gradient for part in found) < 1e-12
+        # Attention adds one in forward, and in backward one for each that reads x.
+        calls = [[L, L], [2 * L, 4 * L], [2 * L + 1, 4 * L + 1]]
+        assert [part.calls for part in found] == calls
+        assert [part.plain - norms for part in found] == [4 * L + 3, 3, 0]
+        assert [part.numbers - norms * D for part in found] == [
+            attention + mlp // n + ends,
+            (attention + mlp) // n + ends,
+            (attention + mlp + ends) // n,
+        ]
+        # Norms get DTensors, so their weights must be some too.
+        assert said.startswith("aten.native_layer_norm.default got mixed torch.Tensor")
 
 
 def without_norms_in_the_plan() -> tuple[int, bool, list[str]]:
