@@ -817,7 +817,8 @@ def by_first_parts() -> tuple[list[Parts], str]:
             for way in (forward, backward)
         ]
         apart, plain, numbers = [], 0, 0
-        for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
+        pairs: Any = zip(ours.parameters(), alone.parameters(), strict=True)
+        for p, q in pairs:
             is_plain = type(p) is nn.Parameter and not hasattr(p, "placements")
             grad = p.grad if is_plain else p.grad.full_tensor()
             apart.append((grad - q.grad).abs().max().item())
