@@ -777,9 +777,12 @@ def parts_ending(fault: str) -> tuple[Any, str]:
         "parameters": [(script, "here", script.whole)],
     }
     counts = (script, "all_reduces", lambda c: real(c) + (next(counted) == one_more))
-    small = [("CONFIG", script.GPTConfig(16, 16)), ("T", 16), ("D", 16)]
-    sizes = [(script, *size) for size in small]
-    return ending("plan_in_steps", [*faults.get(fault, [counts]), *sizes])
+    small: list[tuple[Any, str, Any]] = [
+        (script, "CONFIG", script.GPTConfig(16, 16)),
+        (script, "T", 16),
+        (script, "D", 16),
+    ]
+    return ending("plan_in_steps", [*faults.get(fault, [counts]), *small])
 
 
 @pytest.mark.parametrize(
@@ -807,7 +810,8 @@ def by_first_parts() -> tuple[list[Parts], str]:
     alone(*batch).backward()
     for part in (train.MLP, train.ATTENTION, train.VOCABULARY):
         plan |= part
-        parallelize_module(ours := gpt_of(tied=False), mesh, plan)
+        ours = gpt_of(tied=False)
+        parallelize_module(ours, mesh, plan)
         with sent_and_kept.Collectives() as forward:
             loss = ours(*batch)
         with sent_and_kept.Collectives() as backward:
@@ -817,8 +821,7 @@ def by_first_parts() -> tuple[list[Parts], str]:
             for way in (forward, backward)
         ]
         apart, plain, numbers = [], 0, 0
-        pairs: Any = zip(ours.parameters(), alone.parameters(), strict=True)
-        for p, q in pairs:
+        for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
             is_plain = type(p) is nn.Parameter and not hasattr(p, "placements")
             grad = p.grad if is_plain else p.grad.full_tensor()
             apart.append((grad - q.grad).abs().max().item())
@@ -826,7 +829,8 @@ def by_first_parts() -> tuple[list[Parts], str]:
             plain += is_plain
         assert len(apart) == 25
         found.append(Parts(max(apart), calls, plain, numbers))
-    parallelize_module(ours := gpt_of(tied=False), mesh, plan | train.NORMS)
+    ours = gpt_of(tied=False)
+    parallelize_module(ours, mesh, plan | train.NORMS)
     with pytest.raises(RuntimeError) as refused:
         ours(*batch)
     return found, str(refused.value)
