@@ -822,7 +822,7 @@ def by_first_parts() -> tuple[list[Parts], str]:
         ]
         apart, plain, numbers = [], 0, 0
         for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
-            is_plain = type(p) is nn.Parameter and not hasattr(p, "placements")
+            is_plain = not hasattr(p, "placements")
             grad = p.grad if is_plain else p.grad.full_tensor()
             apart.append((grad - q.grad).abs().max().item())
             numbers += (p if is_plain else p.to_local()).numel()
