@@ -28,8 +28,7 @@ class Part(nn.Module):
     def __init__(self, model: GPT, index: int, stages: int) -> None:
         """Keep some blocks; on the first stage the embeddings, on the last the head."""
         super().__init__()
-        # PyTorch's pipeline(model, ..., split_spec={name: SplitPoint.BEGINNING}) makes
-        # parts by tracing instead, but does not add up the gradients of tied weights.
+        # Parts by tracing (minimal_gpipe.py) leave the gradients of tied weights apart.
         self.token_embedding = model.token_embedding if index == 0 else None
         self.position_embedding = model.position_embedding if index == 0 else None
         own = torch.arange(len(model.blocks)).tensor_split(stages)[index].tolist()

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model import GPT, GPTConfig
-from one_f_one_b import SCHEDULES
 from ranks import check, gather, join, leave, say
+from schedules import SCHEDULES
 from stage import Part, Stage, clip_grad_norm, even_cut
 
 CONFIG = GPTConfig(block_size=16, width=32, layers=5, heads=2)
@@ -66,7 +66,7 @@ def main() -> None:
         stage = Stage(Part(model, dist.get_rank(), cut))
         train_by_schedule(stage, schedule, batches)
         in_flight = gather(stage.most_in_flight)
-        say(f"{name:14} | blocks {cut}, in flight at most {in_flight}, by stage")
+        say(f"{name:11} | blocks {cut}, in flight at most {in_flight}, by stage")
         weights = stage.part.state_dict()
         errors += [torch.dist(p, alone[key]).item() for key, p in weights.items()]
     is_same, count = all(error < 1e-12 for error in errors), gather(len(errors))

@@ -74,12 +74,11 @@ def main() -> None:
     """Work out the three timelines, check them, draw them."""
     out = picture_parser("Draw who is idle when.").parse_args().out
     timeline = chapter_module("08_pipeline_parallel/call_timeline.py")
-    gpipe = chapter_module("08_pipeline_parallel/gpipe.py").gpipe
-    one_f_one_b = chapter_module("08_pipeline_parallel/one_f_one_b.py").one_f_one_b
+    schedules = chapter_module("08_pipeline_parallel/schedules.py")
     ways = [
-        ("one batch, two stages", gpipe, 2, 1),
-        ("GPipe: 8 micro-batches, four stages", gpipe, 4, 8),
-        ("1F1B", one_f_one_b, 4, 8),
+        ("one batch, two stages", schedules.gpipe, 2, 1),
+        ("GPipe: 8 micro-batches, four stages", schedules.gpipe, 4, 8),
+        ("1F1B", schedules.one_f_one_b, 4, 8),
     ]
     figure, panels = new_picture(6.2, rows=3, gridspec_kw={"height_ratios": [2, 4, 4]})
     told = []

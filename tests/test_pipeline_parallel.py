@@ -18,7 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    SplitPoint,
+    pipeline,
+)
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from launch import ROOT, torchrun
@@ -41,8 +47,8 @@ def script(name: str) -> Any:
 
 
 def schedule_of(name: str) -> Callable:
-    """Return a schedule by its name, which is that of its script."""
-    return getattr(script(name), name)
+    """Return a schedule by its name."""
+    return script("schedules").SCHEDULES[name]
 
 
 def timelines() -> Any:
@@ -107,11 +113,11 @@ def test_cut_leaves_no_stage_empty() -> None:
 
 def drawing_of(name: str, schedule: Callable, p: int, m: int) -> list[str]:
     """Run the script of a schedule, perhaps with another schedule; return its lines."""
-    said, module = io.StringIO(), script(name)
-    words = [f"{name}.py", f"--stages={p}", f"--micro-batches={m}"]
+    said, module = io.StringIO(), script("schedules")
+    words = [f"--schedule={name}", f"--stages={p}", f"--micro-batches={m}"]
     with (
-        mock.patch.object(sys, "argv", words),
-        mock.patch.object(module, name, schedule),
+        mock.patch.object(sys, "argv", ["schedules.py", *words]),
+        mock.patch.dict(module.SCHEDULES, {name: schedule}),
         contextlib.redirect_stdout(said),
     ):
         module.main()
@@ -1037,6 +1043,119 @@ def test_channels_last_wants_contiguous_activations_and_gradients(
     assert worker_pool.run(step_of_channels_last, "in and out") == ["", ""]
 
 
+# --- PyTorch's pipeline, in the first script. ----------
+
+
+class Shifted(ScheduleGPipe):
+    """Gives each micro-batch the labels of the next sample."""
+
+    def step(self, *args: Any, target: Any = None, **more: Any) -> Any:
+        """Move all labels on."""
+        target = None if target is None else target.roll(1, 0)
+        return super().step(*args, target=target, **more)
+
+
+class Twice(ScheduleGPipe):
+    """Counts the first micro-batch's loss twice; its gradients are right."""
+
+    def step(self, *args: Any, losses: Any = None, **more: Any) -> Any:
+        """Append one loss more."""
+        super().step(*args, losses=losses, **more)
+        if losses:
+            losses.append(losses[0])
+
+
+def scaled_by(factor: float, stage: Any, loss_fn: Any, **more: Any) -> ScheduleGPipe:
+    """Make a schedule of which the loss, and so each gradient, is off."""
+    return ScheduleGPipe(stage, loss_fn=lambda *x: loss_fn(*x) * factor, **more)
+
+
+# What ScheduleGPipe is replaced by; whether all ranks, or the last alone, see that.
+OTHER_SCHEDULES: dict[str, tuple[Any, bool]] = {
+    "gradients summed": (functools.partial(ScheduleGPipe, scale_grads=False), True),
+    "labels of another sample": (Shifted, True),
+    "gradients a thousandth too large": (functools.partial(scaled_by, 1.001), True),
+    "a loss twice": (Twice, False),
+}
+
+
+def first_pipeline(name: str, by: Any) -> tuple[str, str]:
+    """Be one rank of minimal_gpipe.py with `by` for `name`; return output and error."""
+    said, module = io.StringIO(), script("minimal_gpipe")
+    with (
+        contextlib.redirect_stdout(said),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(module, name, by),
+    ):
+        try:
+            module.main()
+        except AssertionError as error:
+            return said.getvalue(), str(error)
+    return said.getvalue(), ""
+
+
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_first_pipeline_computes_what_one_process_does(
+    worker_pool: WorkerPool, ranks: int, schedule: Any
+) -> None:
+    words = ("ScheduleGPipe", schedule)
+    *others, last = worker_pool.run(first_pipeline, *words, world_size=ranks)
+    assert others == [("", "")] * (ranks - 1) and last[1] == ""
+    # All over again: four means of 8 samples.
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
+    inputs, labels = torch.randn(2, 32, 16)
+    errors = (nn.Sequential(*layers)(inputs) - labels).square()
+    means = [errors[i : i + 8].mean().item() for i in (0, 8, 16, 24)]
+    losses, check = last[0].splitlines()
+    assert losses == "losses: " + " ".join(f"{mean:.3f}" for mean in means)
+    assert check == "check: their mean, and 8 gradients, are one process's"
+
+
+@pytest.mark.parametrize("fault", list(OTHER_SCHEDULES))
+def test_first_pipeline_notices(worker_pool: WorkerPool, fault: str) -> None:
+    by, is_seen_by_all = OTHER_SCHEDULES[fault]
+    ends = worker_pool.run(first_pipeline, "ScheduleGPipe", by, world_size=2)
+    assert [said for said, _ in ends] == ["", ""]
+    seen = ["not close" in error for _, error in ends]
+    assert seen == [is_seen_by_all, True]
+
+
+def gradients_of_traced_stage() -> tuple[list[str], float]:
+    """Make the stage as the comment in minimal_gpipe.py says, and take its step.
+
+    Return the names of its parameters, and how far gradients are from one process's.
+    """
+    text = (ROOT / CHAPTER / "minimal_gpipe.py").read_text()
+    code = re.findall(r"^    # ((?:cuts|stage) = .*)", text, re.M)
+    assert len(code) == 2
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
+    model, rank = nn.Sequential(*layers), dist.get_rank()
+    inputs, labels = torch.randn(2, 32, 16)
+    parameters = dict(model.named_parameters())
+    loss = nn.functional.mse_loss(model(inputs), labels)
+    gradients = torch.autograd.grad(loss, [*parameters.values()])
+    due = dict(zip(parameters, gradients, strict=True))
+    names: dict[str, Any] = {"pipeline": pipeline, "SplitPoint": SplitPoint}
+    names |= {"model": model, "inputs": inputs, "rank": rank, "device": CPU}
+    exec("\n".join(code), names)
+    stage = names["stage"]
+    schedule = ScheduleGPipe(stage, 4, nn.functional.mse_loss)
+    schedule.step(*[inputs][rank:], target=labels if rank else None)
+    own = dict(stage.submod.named_parameters())
+    far = [torch.dist(p.grad, due[name]).item() for name, p in own.items()]
+    return list(own), max(far)
+
+
+def test_first_pipeline_can_be_traced(worker_pool: WorkerPool) -> None:
+    ends = worker_pool.run(gradients_of_traced_stage)
+    names = [f"{i}.0.{of}" for i in range(4) for of in ("weight", "bias")]
+    assert [own for own, _ in ends] == [names[:4], names[4:]]
+    assert [far < 1e-6 for _, far in ends] == [True, True]
+
+
 # --- The lessons, whole and broken. ----------
 
 
@@ -1064,7 +1183,7 @@ FAULTS: dict[str, tuple[str, str, Any]] = {
     "a faulty GPipe": (
         "train_stages",
         "SCHEDULES",
-        {**script("one_f_one_b").SCHEDULES, "gpipe.py": without_the_last_backward},
+        {**script("schedules").SCHEDULES, "gpipe": without_the_last_backward},
     ),
     "norm of one stage": ("train_stages", "clip_grad_norm", local_norm),
     "tied gradients apart": ("stage", "add_tied_gradients", lambda part, ends: None),
@@ -1117,9 +1236,9 @@ def test_lesson_holds_on_so_many_stages(worker_pool: WorkerPool, p: int) -> None
     by_gpipe, by_1f1b, check = said.splitlines()
     cut = {2: [3, 2], 3: [2, 2, 1], 4: [2, 1, 1, 1]}[p]
     told = f"blocks {cut}, in flight at most"
-    assert by_gpipe == f"gpipe.py       | {told} {[8] * p}, by stage"
+    assert by_gpipe == f"gpipe       | {told} {[8] * p}, by stage"
     most = [p - i for i in range(p)]
-    assert by_1f1b == f"one_f_one_b.py | {told} {most}, by stage"
+    assert by_1f1b == f"one_f_one_b | {told} {most}, by stage"
     assert check == "check: 110 tensors after 3 steps are one process's"
 
 
@@ -1141,7 +1260,7 @@ def largest_difference(fault: str) -> tuple[float, float]:
         model, batches = lesson.model_and_batches(CPU)
         part = lesson.Part(model, dist.get_rank(), [2, 1, 1, 1])
         lesson.train_by_schedule(
-            lesson.Stage(part), lesson.SCHEDULES["one_f_one_b.py"], batches
+            lesson.Stage(part), lesson.SCHEDULES["one_f_one_b"], batches
         )
     weights = part.state_dict()
     far = max((p - alone[name]).abs().max().item() for name, p in weights.items())

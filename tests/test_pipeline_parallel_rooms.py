@@ -62,7 +62,7 @@ def bubble_of(words: list[str], fault: str = "") -> tuple[Any, str]:
     faults = {
         "": contextlib.nullcontext(),
         "other order": mock.patch.dict(
-            timed.BY_HAND, {"one_f_one_b.py": one_at_a_time, "gpipe.py": one_at_a_time}
+            timed.BY_HAND, {"one_f_one_b": one_at_a_time, "gpipe": one_at_a_time}
         ),
         "units": mock.patch.dict(timed.UNITS, {"W": 2}),
     }
@@ -125,7 +125,7 @@ def test_ranks_begin_the_step_that_is_timed_together() -> None:
 
 def test_idle_share_of_each_order_is_its_formula_s(four_ranks: dict[str, Any]) -> None:
     plain, halved, zero = 100 * 3 / 11, 100 * 3 / 19, 100 * 3 / 51
-    expected = dict.fromkeys(["gpipe.py", "one_f_one_b.py", "GPipe", "1F1B"], plain)
+    expected = dict.fromkeys(["gpipe", "one_f_one_b", "GPipe", "1F1B"], plain)
     expected |= {"Interleaved1F1B": halved}
     expected |= dict.fromkeys(["InterleavedZeroBubble", "ZBVZeroBubble"], zero)
     assert {name: row[1] for name, row in four_ranks.items()} == pytest.approx(
@@ -159,7 +159,7 @@ def end_of_last(
 
 def test_1f1b_and_gpipe_differ_if_stages_are_unequal() -> None:
     modules = load_chapter(BUBBLE)
-    gpipe, ours = modules["gpipe"].gpipe, modules["one_f_one_b"].one_f_one_b
+    gpipe, ours = modules["schedules"].SCHEDULES.values()
     for forward in ([1, 1, 1], [2, 2, 2]):
         assert end_of_last(gpipe, forward, 6) == end_of_last(ours, forward, 6)
     assert [end_of_last(way, [3, 1, 1], 6) for way in (gpipe, ours)] == [60, 54]
@@ -230,8 +230,8 @@ def test_zero_bubble_schedules_have_a_bubble(four_ranks: dict[str, Any]) -> None
 
 def test_first_stage_keeps_most_micro_batches(four_ranks: dict[str, Any]) -> None:
     kept = {name: row[3] for name, row in four_ranks.items()}
-    assert kept["gpipe.py"] == kept["GPipe"] == [8, 8, 8, 8]
-    assert kept["one_f_one_b.py"] == kept["1F1B"] == [4, 3, 2, 1]
+    assert kept["gpipe"] == kept["GPipe"] == [8, 8, 8, 8]
+    assert kept["one_f_one_b"] == kept["1F1B"] == [4, 3, 2, 1]
 
 
 def test_interleaving_keeps_more_than_1f1b(
@@ -255,7 +255,7 @@ def test_bubble_notices(worker_pool: WorkerPool, fault: str) -> None:
 def test_rounds_are_micro_batches_for_each_rank(worker_pool: WorkerPool) -> None:
     ends = worker_pool.run(bubble_of, ["--ms=1", "--rounds=3"], world_size=2)
     assert ends[0][1].startswith("2 ranks, 6 micro-batches of 1 ms forward")
-    assert bubbles_in(ends[0][1])["gpipe.py"][3] == [6, 6]
+    assert bubbles_in(ends[0][1])["gpipe"][3] == [6, 6]
 
 
 @pytest.mark.slow
@@ -342,7 +342,7 @@ def real_stages(fault: str = "") -> tuple[Any, str]:
     config = timed.GPTConfig(block_size=8, width=16, layers=4, heads=2, tied=False)
     by_hand = dict(timed.BY_HAND)
     if fault:
-        by_hand["one_f_one_b.py"] = by_hand["gpipe.py"]
+        by_hand["one_f_one_b"] = by_hand["gpipe"]
     with (
         mock.patch.object(real, "CONFIG", config),
         mock.patch.object(real, "BY_HAND", by_hand),
@@ -375,7 +375,7 @@ def peaks_of_1f1b() -> list[int]:
     real = script(BUBBLE, "two_real_stages")
     samples = real.MICRO_BATCHES * real.MICRO_BATCH_SIZE
     tokens = torch.zeros(samples, real.CONFIG.block_size + 1, dtype=torch.int64)
-    return real.run_real(real.BY_HAND["one_f_one_b.py"], tokens)[1]
+    return real.run_real(real.BY_HAND["one_f_one_b"], tokens)[1]
 
 
 def test_kept_bytes_follow_from_the_shapes(worker_pool: WorkerPool) -> None:

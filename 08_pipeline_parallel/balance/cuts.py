@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpipe import gpipe
 from model import GPT, GPTConfig
 from ranks import gather
+from schedules import gpipe
 from stage import Part, Stage, even_cut
 
 # What balance.py needs besides this file.

@@ -17,8 +17,8 @@ from timelines import idle_share, most_in_flight, replay
 
 # How many stages a rank holds: by this chapter's schedules, and by PyTorch's.
 STAGES_ON_A_RANK = {
-    "gpipe.py": 1,
-    "one_f_one_b.py": 1,
+    "gpipe": 1,
+    "one_f_one_b": 1,
     "GPipe": 1,
     "1F1B": 1,
     "Interleaved1F1B": 2,

@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpipe import gpipe
 from model import GPT, GPTConfig
-from one_f_one_b import one_f_one_b
+from schedules import SCHEDULES
 from stage import Part, Stage, even_cut
 
-BY_HAND = {"gpipe.py": gpipe, "one_f_one_b.py": one_f_one_b}
+BY_HAND = dict(SCHEDULES)
 UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}  # how long each kind takes
 Span = tuple[str, int, int, float, float]
 # One block for each of up to 8 stages; it computes for about a millisecond.

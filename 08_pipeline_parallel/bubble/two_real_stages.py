@@ -92,8 +92,8 @@ def main() -> None:
     for name, schedule in BY_HAND.items():
         idle, peaks[name] = run_real(schedule, tokens)
         kept = " and ".join(f"{peak / 2**20:.1f}" for peak in peaks[name])
-        say(f"{name:14} | idle {idle:.1%} | kept for backward: {kept} MiB")
-    say(f"formula        | idle {1 / (MICRO_BATCHES + 1):.1%}")
+        say(f"{name:11} | idle {idle:.1%} | kept for backward: {kept} MiB")
+    say(f"formula     | idle {1 / (MICRO_BATCHES + 1):.1%}")
     (all_0, all_1), (two, one) = peaks.values()
     right = all_0 * 2 == two * MICRO_BATCHES and all_1 == one * MICRO_BATCHES
     check(right, "GPipe keeps 8 micro-batches, 1F1B keeps 2 and 1, to the byte")

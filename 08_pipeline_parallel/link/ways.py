@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpipe import gpipe
 from model import GPT, GPTConfig
+from schedules import gpipe
 from stage import Part, Stage, even_cut
 
 __all__ = ["GPT", "MICRO_BATCHES", "WAYS", "GPTConfig"]

@@ -1,1 +1,0 @@
-../one_f_one_b.py
