@@ -453,7 +453,7 @@ def test_bytes_are_shown_in_mib_beside_the_formula_s_share(
     (code, said), _ = worker_pool.run(shown_bytes)
     assert code == 0 and "kept for backward: 2.0 and 1.0 MiB" in said
     # (p - 1) / (m + p - 1) of two stages and eight micro-batches.
-    assert f"formula        | idle {1 / 9:.1%}\n" in said
+    assert f"formula     | idle {1 / 9:.1%}\n" in said
 
 
 @pytest.mark.parametrize("by_1f1b", [(3, 1), (2, 2)], ids=str)

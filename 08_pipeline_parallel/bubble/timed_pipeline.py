@@ -75,11 +75,11 @@ def record_torch(
 def record(name: str, parts: int, micro_batches: int, unit: float) -> list[Span]:
     """Return this rank's spans of a step; every rank calls this.
 
-    `name` is that of a script of this chapter or of PyTorch, `parts` how many stages a
+    `name` is a schedule of this chapter or of PyTorch, `parts` how many stages a
     rank holds, `unit` how many seconds a forward pass of all its layers takes.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if name.endswith(".py"):
+    if name in BY_HAND:
         return record_by_hand(BY_HAND[name], micro_batches, unit)
     second = 2 * ranks - 1 - rank if name == "ZBVZeroBubble" else ranks + rank
     return record_torch(name, [rank, second][:parts], micro_batches, unit)
