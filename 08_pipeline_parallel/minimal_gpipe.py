@@ -5,6 +5,7 @@ Expect: the losses of four micro-batches; on every rank, one process's gradients
 """
 
 import copy
+import os
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,14 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 def main() -> None:
     """Take a step on 2, 3 or 4 ranks of one host, and compare with one process."""
+    if not 2 <= int(os.environ.get("WORLD_SIZE", "1")) <= 4:
+        raise SystemExit("4 layers take 2 to 4 ranks: torchrun --nproc-per-node=4")
     dist.init_process_group()
     rank, stages = dist.get_rank(), dist.get_world_size()
-    has_gpus = torch.cuda.device_count() >= stages  # one for each rank, on one host
-    device = torch.device("cuda", rank) if has_gpus else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= stages:  # a GPU for each rank, on one host
+        torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank)
     torch.manual_seed(0)  # the same model and batch on every rank
     layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
     model, loss_fn = nn.Sequential(*layers).to(device), nn.functional.mse_loss

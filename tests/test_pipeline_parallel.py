@@ -1122,6 +1122,20 @@ def test_first_pipeline_notices(worker_pool: WorkerPool, fault: str) -> None:
     assert seen == [is_seen_by_all, True]
 
 
+@pytest.mark.parametrize("ranks", [None, "1", "5"])
+def test_first_pipeline_names_its_ranks_before_they_join(
+    monkeypatch: pytest.MonkeyPatch, ranks: str | None
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if ranks:
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+    joined = mock.Mock()
+    monkeypatch.setattr(dist, "init_process_group", joined)
+    with pytest.raises(SystemExit, match="4 layers take 2 to 4 ranks: torchrun --n"):
+        script("minimal_gpipe").main()
+    joined.assert_not_called()
+
+
 def gradients_of_traced_stage() -> tuple[list[str], float]:
     """Make the stage as the comment in minimal_gpipe.py says, and take its step.
 
