@@ -987,7 +987,7 @@ def test_just_inside_is_accepted_and_just_outside_is_not(
 
 
 def test_every_limit_is_tried() -> None:
-    assert len(CASES) == 48 and sum(map(len, CASES.values())) == 103
+    assert len(CASES) == 49 and sum(map(len, CASES.values())) == 104
     assert len(NEVER_NAN) == 24
     known = {f"{place} {name}" for place, names in CASES.items() for name in names}
     assert known >= NEVER_NAN
