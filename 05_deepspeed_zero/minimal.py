@@ -4,8 +4,6 @@ Run: torchrun --nproc-per-node=2 05_deepspeed_zero/minimal.py
 Expect: the losses of chapter 03's minimal.py.
 """
 
-from typing import Any
-
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -15,16 +13,23 @@ from data import WindowDataset, load_text
 from deepspeed_setup import leave
 from model import GPT, GPTConfig
 
-CONFIG: dict[str, Any] = {
-    # Samples for one rank at a time. Times "gradient_accumulation_steps" and ranks it
-    # is "train_batch_size": of these three give two, DeepSpeed works out the third.
+# It may be a JSON file: initialize(config="ds.json", ...). For a --deepspeed_config of
+# your script call deepspeed.add_config_arguments(parser) and initialize(args=args, ...)
+# without config. Declare --local_rank too: the launcher `deepspeed` passes it.
+CONFIG = {
+    # Samples for one rank at a time. It must be the DataLoader's batch_size: nothing
+    # compares them. Here it is multiplied with the number of ranks, and with
+    # "gradient_accumulation_steps" if you give it: that makes the "train_batch_size".
     "train_micro_batch_size_per_gpu": 32,
     "gradient_clipping": 0.0,  # off, as in chapter 03; unless you say so it is 1.0
     # An optimizer such as SGD also needs "zero_allow_untested_optimizer": True.
     "zero_optimization": {"stage": 2},  # or 1 or 3
-    # This trains in fp32. "bf16": {"enabled": True} would cast the weights, but no
-    # inputs: float ones then need .to(torch.bfloat16). For a GPU without bf16 there is
-    # "fp16", which scales the loss, and skips a step whose gradients overflow.
+    # This trains in fp32. The next line would cast the weights, but no inputs: float
+    # ones then need .to(torch.bfloat16), and with fp16 .half().
+    # "bf16": {"enabled": True},
+    # For a GPU without bf16; a CPU may refuse it. It scales the loss, first by 2 ** 16,
+    # and skips a step whose gradients overflow. A "loss_scale" other than 0 is fixed.
+    # "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
 }
 
 
@@ -32,26 +37,28 @@ def main() -> None:
     """Train for one epoch on one device a rank."""
     # Without a GPU, DeepSpeed would first compile C++ for minutes. GPUs do not need it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()  # in place of init_process_group
+    # Device and backend are chosen: a GPU if there is one, unless DS_ACCELERATOR=cpu.
+    deepspeed.init_distributed()
     torch.manual_seed(0)
-    model: Any = GPT(GPTConfig())
+    model = GPT(GPTConfig())
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    # In place of DDP, and of chapter 03's set_device_index. A config that is in a file
-    # is passed as config="ds.json".
+    # Moves the model to this rank's device and wraps the optimizer. As DDP does, it
+    # copies rank 0's weights to all ranks, but no buffers, such as BatchNorm's.
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
     train_set = WindowDataset(load_text(None, 128)[0], block_size=128, samples=1024)
     sampler = DistributedSampler(train_set, drop_last=True)  # set_epoch(n) for epoch n
     loader = DataLoader(train_set, batch_size=32, sampler=sampler, drop_last=True)
     for step, (_, inputs, labels) in enumerate(loader, start=1):
         loss = engine(inputs.to(engine.device), labels.to(engine.device))
-        engine.backward(loss)  # in place of loss.backward(); averages over the ranks
-        # In place of optimizer.step() and zero_grad(): clips, steps this rank's shard,
-        # clears the gradients. Stages 1 and 2 then gather the new weights.
+        engine.backward(loss)  # averages the gradients over the ranks
+        # Clips; steps the weights whose optimizer state is here; zeroes the gradients.
+        # In stages 1 and 2 the ranks then give each other the new weights.
         engine.step()
         dist.all_reduce(mean := loss.detach(), op=dist.ReduceOp.AVG)
         if step % 4 == 0 and dist.get_rank() == 0:
             print(f"step {step:2} | loss {mean.item():.3f}")
-    engine.save_checkpoint("saved/minimal")  # every rank calls this
+    # Each rank has a part of the state, so every rank calls this, and load_checkpoint.
+    engine.save_checkpoint("saved/minimal")
 
 
 if __name__ == "__main__":

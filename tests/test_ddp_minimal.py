@@ -1,10 +1,12 @@
 """The minimal scripts of five chapters: few lines that train as one process does."""
 
+import argparse
 import contextlib
 import copy
 import functools
 import inspect
 import io
+import json
 import os
 import re
 import runpy
@@ -2161,6 +2163,102 @@ def test_a_line_that_is_missing_with_zero_shows(
 ) -> None:
     (apart, *_), _ = zero_pools(2).run(with_zero, str(tmp_path), 2, lost, world_size=2)
     assert apart > 1e-4
+
+
+def ways_to_give_a_config(folder: str) -> tuple[list[int], list[str]]:
+    """Give DeepSpeed a file, as minimal.py says: what it reads, and what it refuses."""
+    forget_earlier_group()
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}  # type: ignore
+    path = Path(folder, f"{os.environ['RANK']}.json")
+    zero = {"stage": 2}
+    path.write_text(
+        json.dumps({"train_micro_batch_size_per_gpu": 3, "zero_optimization": zero})
+    )
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    words = [f"--deepspeed_config={path}"]
+    args = parser.parse_args(words)
+    # The launcher `deepspeed` passes another one.
+    assert "local_rank" not in args
+    parser.add_argument("--local_rank", type=int)
+    both = parser.parse_args(["--local_rank=0", *words])
+    sizes, refused = [], []
+    ways = ({"config": str(path)}, {"args": args}, {"config": str(path), "args": args})
+    for way in (*ways, {}):
+        model: Any = torch.nn.Linear(4, 2)
+        adam = torch.optim.AdamW(model.parameters())
+        try:
+            given: Any = {"model": model, "optimizer": adam, **way}
+            engine: Any = deepspeed.initialize(**given)[0]
+        except AssertionError as error:
+            refused.append(str(error).split(",")[0])
+        else:
+            assert engine.zero_optimization_stage() == 2
+            sizes.append(engine.train_batch_size())
+    assert both.deepspeed_config == str(path)
+    return sizes, refused
+
+
+def test_deepspeed_takes_a_file_or_the_arguments_that_name_it(
+    zero_pools: Pools, tmp_path: Path
+) -> None:
+    by_rank = zero_pools(2).run(ways_to_give_a_config, str(tmp_path), world_size=2)
+    needed = "DeepSpeed requires --deepspeed_config to specify configuration file"
+    # Of the file's 3 samples for each of two ranks; both ways, but not together.
+    assert by_rank == [([6, 6], ["Not sure how to proceed", needed])] * 2
+
+
+def steps_in_fp16(**scaling: float) -> list[tuple[float, bool]]:
+    """Take four steps, the second with gradients that overflow, and the third.
+
+    Return after each the loss scale, and whether the weights have moved.
+    """
+    forget_earlier_group()
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}  # type: ignore
+    config: Any = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 2},
+        "fp16": {"enabled": True} | scaling,
+    }
+    torch.manual_seed(0)
+    model: Any = torch.nn.Linear(8, 4)
+    adam = torch.optim.AdamW(model.parameters())
+    accelerator, found = get_accelerator(), []
+    with (
+        mock.patch.object(accelerator, "is_fp16_supported", lambda: False),
+        pytest.raises(ValueError, match="fp16 is not supported on your device"),
+    ):
+        deepspeed.initialize(model=model, optimizer=adam, config=config)
+    model = torch.nn.Linear(8, 4)
+    adam = torch.optim.AdamW(model.parameters())
+    with mock.patch.object(accelerator, "is_fp16_supported", lambda: True):
+        given: Any = {"model": model, "optimizer": adam, "config": config}
+        engine: Any = deepspeed.initialize(**given)[0]
+    for factor in (1, 1e4, 1e4, 1):
+        before = model.weight.detach().clone()
+        inputs = factor * torch.randn(4, 8)
+        with pytest.raises(RuntimeError, match="must have the same dtype"):
+            engine(inputs)
+        engine.backward(engine(inputs.half()).float().square().mean())
+        engine.step()
+        moved = not torch.equal(before, model.weight)
+        found.append((float(engine.optimizer.loss_scale), moved))
+    return found
+
+
+@pytest.mark.parametrize("fixed", [0, 1024])
+def test_fp16_scales_the_loss_and_skips_a_step_that_overflows(
+    zero_pools: Pools, fixed: float
+) -> None:
+    scaling = {"loss_scale": fixed} | ({} if fixed else {"initial_scale_power": 16})
+    by_rank = zero_pools(2).run(partial(steps_in_fp16, **scaling), world_size=2)
+    scales = [fixed] * 4 if fixed else [2**16, 2**16, 2**15, 2**15]
+    moved = [True, False, False, True]
+    assert by_rank == [[*zip(scales, moved, strict=True)]] * 2
 
 
 def own_model(module: Any, frozen: float) -> Any:

@@ -316,6 +316,41 @@ def test_lowest_stage_of_the_chapter_s_example_depends_on_the_tokens() -> None:
     assert "small model may take [more than in stage 2](memory" in words
 
 
+def estimated(total: int, largest: int) -> tuple[list[int], str]:
+    """Return what DeepSpeed counts on the meta device and off it, and what it says."""
+    from deepspeed.runtime.zero import stage3
+
+    with torch.device("meta"):
+        small = torch.nn.Sequential(*(torch.nn.Linear(20, 10) for _ in range(3)))
+    counts, output = [stage3.model_to_params(small)[0]], io.StringIO()  # as _all_live
+    counts.append(stage3.model_to_params(small.to_empty(device="cpu"))[0])
+    with contextlib.redirect_stdout(output):
+        stage3.estimate_zero3_model_states_mem_needs_all_cold(total, largest, 4)
+    return counts, output.getvalue()
+
+
+def test_deepspeed_s_estimate_leaves_out_activations_and_buckets(
+    pool: WorkerPool,
+) -> None:
+    fit = module("will_it_fit")
+    job = fit.job_of_shape("7B", tokens=2048, offload="optimizer")
+    found = fit.rank_bytes(job, 3, 4)
+    total, largest = sum(job.sizes), 152064 * 3584  # the embedding table
+    (counts, said), *_ = pool.run(estimated, total, largest, world_size=RANKS)
+    # On the meta device all tensors have the address 0: the last one alone is counted.
+    assert counts == [10, 3 * 210]
+    row = r"\| +(\S+)GB \| offload_param=none, offload_optimizer=\S*cpu"
+    given, _ = re.findall(row, said)
+    # The weights' shard, and 4 bytes for each value of the largest layer.
+    assert float(given) == round((2 * total / 4 + 4 * largest) / 2**30, 2)
+    assert found["parameters"] == pytest.approx(2 * total / 4, rel=1e-3)
+    left_out = found["activations"] + found["buckets"]
+    assert left_out == pytest.approx(16.9e9, rel=1e-2)
+    name = "`estimate_zero3_model_states_mem_needs_all_live`"
+    of_all = f"Of stage 3's {found['need'] / 1e9:.2f} GB DeepSpeed's {name} counts"
+    assert f"{of_all} {given} GiB: no activations" in words_of("05_deepspeed_zero")
+
+
 def test_in_float32_the_weights_are_their_own_master() -> None:
     # 4 bytes each for the weight, its gradient and Adam's two moments: 16 again, and
     # only the moments are optimizer state (section 3.1 counts 12 in mixed precision).

@@ -229,6 +229,54 @@ def test_every_stage_equals_one_process(
     assert checked == len(names) * 3 * world_size * 16
 
 
+def train_with_pytorch_s_own() -> tuple[list[bool], list[int], set[torch.dtype]]:
+    """Train in fp32 with ZeroRedundancyOptimizer and with stage 1 by hand.
+
+    Return which weights end with the same bits, of how many values the first one's
+    optimizer states on this rank are, and their dtypes where a model is in bf16.
+    """
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns
+
+    averaged, ends = script("train_and_compare").average_gradients, []
+    optimizers: dict[type, Any] = {}
+    kept: list[torch.dtype] = []
+    for make, dtype in [
+        (ZeroRedundancyOptimizer, torch.float32),
+        (script("zero_1").ShardedOptimizer, torch.float32),
+        (ZeroRedundancyOptimizer, torch.bfloat16),
+    ]:
+        model = build().to(dtype)
+        used = [p for p in model.parameters() if p.requires_grad]
+        optimizer = make(used, optimizer_class=torch.optim.AdamW, lr=0.01)
+        batches = [batch.to(dtype) for batch in local_batches(1)]
+        train(model, optimizer, partial(averaged, model), halve(optimizer), batches)
+        if dtype == torch.float32:
+            ends.append([p.detach() for p in model.parameters()])
+            optimizers[make] = optimizer
+        else:
+            states = optimizer.optim.state.values()
+            kept = [t.dtype for s in states for t in s.values() if t.dim()]
+    states = optimizers[ZeroRedundancyOptimizer].optim.state
+    values = [state["exp_avg"].numel() for state in states.values()]
+    assert values == [p.numel() for p in states]
+    return [torch.equal(p, q) for p, q in zip(*ends, strict=True)], values, {*kept}
+
+
+def test_pytorch_s_own_stage_1_comes_to_the_same_weights(
+    worker_pool: WorkerPool,
+) -> None:
+    by_rank = worker_pool.run(train_with_pytorch_s_own, world_size=2)
+    trained = [p for p in build().named_parameters() if p[1].requires_grad]
+    used = [p for name, p in trained if not name.startswith("unused")]
+    assert len(by_rank) == 2
+    for same, values, dtypes in by_rank:
+        assert same == [True] * 16 and values
+        assert dtypes == {torch.bfloat16}  # no master weights, nor moments, in fp32
+    # The ranks have whole parameters, and each of them is on one rank.
+    of_all = [count for _, values, _ in by_rank for count in values]
+    assert sorted(of_all) == sorted(p.numel() for p in used)
+
+
 def add_a_group_later() -> list[dict[str, Tensor]]:
     """Begin with the weights alone, add the rest after two steps; both classes."""
     found = []
