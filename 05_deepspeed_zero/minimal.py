@@ -37,7 +37,7 @@ def main() -> None:
     """Train for one epoch on one device a rank."""
     # Without a GPU, DeepSpeed would first compile C++ for minutes. GPUs do not need it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # Device and backend are chosen: a GPU if there is one, unless DS_ACCELERATOR=cpu.
+    # Chooses accelerator and backend: a GPU if there is one, unless DS_ACCELERATOR=cpu.
     deepspeed.init_distributed()
     torch.manual_seed(0)
     model = GPT(GPTConfig())
