@@ -1,16 +1,19 @@
-"""The smallest complete script: join the group, sum a number over it, leave.
+"""The smallest complete script: rank 0 sends three numbers, rank 1 receives them.
 
-Run: torchrun --nproc-per-node=3 01_communication/hello.py
-Expect: rank 0 prints the sum 1 + 10 + 100.
+Run: torchrun --nproc-per-node=2 01_communication/hello.py
+Expect: rank 1 prints what rank 0 has sent.
 """
 
 import torch
 import torch.distributed as dist
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    x = torch.tensor(10 ** dist.get_rank())
-    dist.all_reduce(x)
+    dist.init_process_group("gloo")  # joins the others
+    x = torch.zeros(3)  # each process has an x of its own
     if dist.get_rank() == 0:
-        print(f"rank 0 of {dist.get_world_size()} has {x.item()}")
+        x += 7
+        dist.send(x, dst=1)
+    elif dist.get_rank() == 1:
+        dist.recv(x, src=0)  # waits for rank 0, and overwrites x
+        print(f"rank 1 of {dist.get_world_size()} has {x.tolist()}")
     dist.destroy_process_group()

@@ -392,9 +392,13 @@ def run_hello() -> str:
     return output.getvalue()
 
 
-def test_hello_sums_over_all_ranks(worker_pool: WorkerPool) -> None:
-    by_rank = worker_pool.run(run_hello, world_size=4)
-    assert by_rank == ["rank 0 of 4 has 1111\n", "", "", ""]
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_hello_sends_from_rank_0_to_rank_1(
+    worker_pool: WorkerPool, world_size: int
+) -> None:
+    by_rank = worker_pool.run(run_hello, world_size=world_size)
+    has = f"rank 1 of {world_size} has [7.0, 7.0, 7.0]\n"
+    assert by_rank == ["", has, *[""] * (world_size - 2)]
 
 
 # --- Send and receive. ----------
