@@ -17,11 +17,16 @@ from ranks import check, gather, join, leave, same_on_all_ranks, say, start_rank
 from terrain import TerrainModel, load_terrain, sample_points
 
 
-class NaiveDDP(nn.Module):
-    """Data parallelism as by DDP, for dense gradients, with one call more.
+def average_over_ranks(parameters: Iterable[nn.Parameter]) -> None:
+    """After backward, overwrite each dense gradient with the mean over all ranks."""
+    for parameter in parameters:
+        if parameter.grad is None:  # all ranks have to make the same calls
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)  # now it is the mean
 
-    Call `finish_gradient_sync()` before `optimizer.step()`; DDP does that in backward.
-    """
+
+class NaiveDDP(nn.Module):
+    """A model as under DDP, but call `finish_gradient_sync()` before each step."""
 
     def __init__(self, module: nn.Module) -> None:
         """Overwrite the module's parameters and buffers with those of rank 0."""
@@ -64,11 +69,7 @@ class NaiveDDP(nn.Module):
 
     def average_gradients(self) -> None:
         """All-reduce one gradient after another."""
-        for parameter in self.parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:  # all ranks have to make the same calls
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        average_over_ranks(p for p in self.parameters() if p.requires_grad)
 
 
 def train(wrap: Any, batches: Sequence[Sequence[torch.Tensor]], seed: int):
@@ -96,8 +97,7 @@ def main(wrap: Any = NaiveDDP) -> None:
     shards = [[t.chunk(world_size)[rank] for t in batch] for batch in batches]
     one_process = train(lambda model: model, batches, seed=0)
     alone = train(lambda model: model, shards, seed=0)
-    # Every rank begins with other weights; wrapping gives all of them rank 0's.
-    weights = train(wrap, shards, seed=rank)
+    weights = train(wrap, shards, seed=rank)  # wrapping gives all rank 0's weights
     far = [(w - one_process).abs().max().item() for w in (alone, weights)]
     apart, error = torch.tensor(gather(far)).amax(dim=0)  # max() would drop a NaN
     say(f"weights off by up to {apart:.0e} alone, {error:.0e} synchronised")
