@@ -31,8 +31,8 @@ logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
 class EagerSGD(torch.optim.SGD):
     """SGD under a name of which `DistributedOptimizer` has no compiled copy."""
 
-    # For torch.optim.SGD it takes its compiled copy, which runs without a lock and may
-    # lose updates. Of a class with another name it has none.
+    # DistributedOptimizer replaces torch.optim.SGD by a compiled copy, which runs
+    # without a lock and may lose updates. Of a class with another name it has none.
     def step(self, closure: Any = None) -> Any:
         """Step, and forget: gradients that stay would step again.
 
@@ -57,7 +57,8 @@ class HybridModel(nn.Module):
         """Score each bag for each label: (words,), (B,) to (B, 6)."""
         # `.forward`: a `RemoteModule` that has travelled by RPC has lost what a plain
         # call needs, and would raise AttributeError.
-        return self.dense(self.table.forward(indices, offsets))
+        pooled = self.table.forward(indices, offsets)  # 1.
+        return self.dense(pooled)  # 2.
 
 
 def train_with_server(table: RemoteModule) -> dict[str, torch.Tensor]:
@@ -81,17 +82,14 @@ def train_with_server(table: RemoteModule) -> dict[str, torch.Tensor]:
         total = torch.zeros(())
         for indices, offsets, labels in islice(batches, steps):
             with dist_autograd.context() as context_id:
-                # A call to the server: row numbers go there, sums of rows return, which
-                # the field calls pooled embeddings.
-                loss = cross_entropy(model(indices, offsets), labels)
-                # A second carries these sums' gradients. DDP averages the dense ones.
-                dist_autograd.backward(context_id, [loss])
-                of_dense.step(context_id)
+                loss = cross_entropy(model(indices, offsets), labels)  # 1. and 2.
+                dist_autograd.backward(context_id, [loss])  # 3.
+                of_dense.step(context_id)  # 4.
                 # All have gone backward. A bag's sum needs no rows there; but put a
                 # Linear on the server: it needs its weights as they were in forward.
-                dist.barrier(group)
-                of_table.step(context_id)  # a third: the server steps its rows
-            # All have stepped: the next lookup sees every step.
+                dist.barrier(group)  # 5.
+                of_table.step(context_id)  # 6.
+            # 7. All have stepped: the next lookup sees every step.
             dist.barrier(group)  # without: asynchronous
             total += loss.detach() / steps
         dist.all_reduce(total, group=group)
