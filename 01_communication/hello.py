@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")  # joins the others
+    if dist.get_world_size() == 1:  # else rank 0 would wait for a rank 1
+        raise SystemExit("start two ranks: torchrun --nproc-per-node=2")
     x = torch.zeros(3)  # each process has an x of its own
     if dist.get_rank() == 0:
         x += 7

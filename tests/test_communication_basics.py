@@ -401,6 +401,21 @@ def test_hello_sends_from_rank_0_to_rank_1(
     assert by_rank == ["", has, *[""] * (world_size - 2)]
 
 
+def hello_alone() -> object:
+    """Run hello.py on one rank; return what it ends with."""
+    try:
+        return run_hello()
+    except SystemExit as end:
+        return end.code
+
+
+def test_hello_does_not_wait_for_a_rank_that_is_not_there(
+    worker_pool: WorkerPool,
+) -> None:
+    said = ["start two ranks: torchrun --nproc-per-node=2"]
+    assert worker_pool.run(hello_alone, world_size=1) == said
+
+
 # --- Send and receive. ----------
 
 
