@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from minimal import ATTENTION, MLP, NORMS, VOCABULARY, split_over_ranks
 from model import GPT, GPTConfig
 from ranks import check, fail, join, leave, say
 from sent_and_kept import Collectives
-from train import ATTENTION, MLP, NORMS, VOCABULARY, split_over_ranks
 
 PARTS = {"MLP": MLP, "attention": ATTENTION, "vocabulary": VOCABULARY}
 B, CONFIG = 4, GPTConfig()
@@ -86,8 +86,8 @@ def main() -> None:
         grads = [whole(p.grad) for p in model.parameters()]  # type: ignore[arg-type]
         is_same = all(distance < 1e-9 for distance in map(torch.dist, grads, right))
         results.append(is_same and (parameters, *calls) == (left, *row[1:]))
-    claim = "one process's gradient, and counts by the formula"
-    check(all(results), f"{len(results)} times {claim}")
+    claim = "parts one process's gradient, and counts by the formula"
+    check(all(results), f"after each of {len(results)} {claim}")
     leave()
 
 

@@ -21,9 +21,10 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 
+from minimal import PLAN, split_over_ranks
+from model import GPT, GPTConfig
 from ranks import check, fail, join, leave, say
 from sent_and_kept import Collectives, kept_for_backward
-from train import GPT, PLAN, GPTConfig, split_over_ranks
 
 B, T, D, V, L = 4, 64, 64, 256, 2
 TOKENS, WHOLE = Shard(1), Replicate()  # of (B, T, D): some tokens, or all of it

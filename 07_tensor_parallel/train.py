@@ -16,21 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.tensor import Replicate, distribute_module
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import checkpoint
 import data
 import ranks
+from minimal import PLAN, split_over_ranks
 from model import GPT, GPTConfig
 from ranks import gather, number, say
 
@@ -55,44 +49,6 @@ OPTIONS = {
     "log_to": {"type": checkpoint.log_folder, "help": "for TensorBoard, or a table"},
     "local_rank": {"type": int, "help": argparse.SUPPRESS},  # the old launcher's
 }
-MLP = {
-    "blocks.*.mlp_in": ColwiseParallel(),  # its input is whole, its output Shard(-1)
-    "blocks.*.mlp_out": RowwiseParallel(),  # the reverse, by an all-reduce
-}
-ATTENTION = {
-    "blocks.*.query": ColwiseParallel(),
-    "blocks.*.key": ColwiseParallel(),
-    "blocks.*.value": ColwiseParallel(),
-    "blocks.*.attention_out": RowwiseParallel(),
-}
-# An embedding is not transposed: by rows is Shard(0). Every rank reads all tokens.
-EMBEDDING = RowwiseParallel(input_layouts=Replicate())
-VOCABULARY = {
-    "token_embedding": EMBEDDING,
-    "position_embedding": EMBEDDING,
-    "head": ColwiseParallel(output_layouts=Replicate()),  # gathers the logits
-}
-# Of a plain input, whole on every rank, this makes a DTensor that is as whole.
-NORM = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
-NORMS = {
-    "blocks.*.attention_norm": NORM,
-    "blocks.*.mlp_norm": NORM,
-    "final_norm": NORM,
-}
-PLAN = MLP | ATTENTION | VOCABULARY | NORMS
-
-
-def split_over_ranks(model: GPT, mesh: DeviceMesh, *plans: dict[str, Any]) -> GPT:
-    """Make all parameters DTensors: shards by the plans, else whole on every rank."""
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    for plan in plans:
-        parallelize_module(model, mesh, plan)
-    for name in frozen:  # SequenceParallel makes new parameters
-        model.get_parameter(name).requires_grad_(False)
-    if model.config.tied:  # of one matrix it has made two
-        model.head.weight = model.token_embedding.weight
-    distribute_module(model, mesh)  # makes whole DTensors of all other parameters
-    return model
 
 
 def lr_factor(step: int, total_steps: int) -> float:

@@ -28,13 +28,16 @@ def main() -> None:
     model, loss_fn = nn.Sequential(*layers).to(device), nn.functional.mse_loss
     inputs, labels = torch.randn(2, 32, 16, device=device)
 
-    # This rank's layers, under their names in the model. (Copied for the check below.)
+    # This rank's layers, under their names in the model. (Copied for the check below.
+    # A model too large for each rank begins on the meta device: minimal.py.)
     first, end = (len(model) * i // stages for i in (rank, rank + 1))
     part = copy.deepcopy(model[first:end])
-    # Stage i is on rank i. Or PyTorch cuts by tracing, here in front of layer "2":
-    # cuts = {"2": SplitPoint.BEGINNING}  # the part is then stage.submod
-    # stage = pipeline(model, (inputs[:8],), split_spec=cuts).build_stage(rank, device)
     stage = PipelineStage(part, stage_index=rank, num_stages=stages, device=device)
+    # Or PyTorch cuts by tracing, for two ranks in front of layer "2":
+    # cuts = {"2": SplitPoint.BEGINNING}
+    # traced = pipeline(copy.deepcopy(model), (inputs[:8],), split_spec=cuts)
+    # stage = traced.build_stage(rank, device)
+    # part = stage.submod  # which the optimizer steps
     # step() cuts the 32 samples, in their order, into 4 micro-batches of 8. For each
     # the last stage calls loss_fn(output, target). As that returns a mean, step() also
     # divides all gradients by 4; if yours returns a sum, pass scale_grads=False.

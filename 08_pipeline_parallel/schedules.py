@@ -2,8 +2,8 @@
 
 Run: python 08_pipeline_parallel/schedules.py --schedule=gpipe --micro-batches=8
 Expect: who is idle when, if each call takes a unit of time. By gpipe a stage has all
-    micro-batches in flight, by one_f_one_b as many as stages follow, and one. No rank
-    is started: train_stages.py makes these calls.
+    micro-batches in flight, by one_f_one_b at most one more than stages follow. No
+    rank is started: train_stages.py makes these calls.
 """
 
 import sys

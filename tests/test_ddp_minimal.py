@@ -111,7 +111,9 @@ def both_ways(chapter: str) -> tuple[float, str, str, int]:
     return max(apart, default=0.0), said_alone, said, len(apart)
 
 
-@pytest.mark.parametrize("chapter", ["03_ddp_torchrun", "06_fsdp"])
+@pytest.mark.parametrize(
+    "chapter", ["03_ddp_torchrun", "06_fsdp", "07_tensor_parallel"]
+)
 def test_two_ranks_train_as_one_process(worker_pool: WorkerPool, chapter: str) -> None:
     (apart, said_alone, said, tensors), other = worker_pool.run(
         both_ways, chapter, world_size=2
@@ -133,6 +135,7 @@ def test_two_ranks_train_as_one_process(worker_pool: WorkerPool, chapter: str) -
         ("03_ddp_torchrun", "minimal_resumable"),
         ("06_fsdp", "minimal"),
         ("06_fsdp", "minimal_resumable"),
+        ("07_tensor_parallel", "minimal"),
         ("08_pipeline_parallel", "minimal"),
         ("09_one_mesh", "minimal"),
     ],

@@ -60,6 +60,7 @@ MINIMAL_IMPORTS = {
     },
     "06_fsdp/minimal.py": {"model", "data", "ranks"},
     "06_fsdp/minimal_resumable.py": {"model", "data", "ranks"},
+    "07_tensor_parallel/minimal.py": {"model", "data", "ranks"},
     "09_one_mesh/minimal.py": {"model", "data", "ranks"},
 }
 MOST_IMPORTS_BY_NAME = {"train.py": 3}

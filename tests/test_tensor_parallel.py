@@ -33,7 +33,7 @@ modules: dict[str, Any] = load_chapter(CHAPTER)
 layers, gpt, by_hand, sent_and_kept = (
     modules[n] for n in ("parallel_layers", "parallel_gpt", "by_hand", "sent_and_kept")
 )
-train, model = modules["train"], modules["model"]
+train, minimal, model = (modules[name] for name in ("train", "minimal", "model"))
 FLOAT64 = torch.float64
 TINY = ["--layers=1", "--width=16", "--heads=4", "--block-size=16", "--samples=48"]
 
@@ -528,6 +528,16 @@ def test_ranks_that_cannot_share_the_heads_are_refused_in_one_line(
     assert errors.startswith(f"lesson.py: {said}") and errors.count("\n") == 1
 
 
+def test_the_file_to_copy_refuses_ranks_that_cannot_share_the_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit) as ended:
+        minimal.main()
+    said = "4 heads: the number of ranks must divide them"
+    assert ended.value.code == said and not dist.is_initialized()
+
+
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gpt_by_hand_is_one_process_after_50_steps(
     worker_pool: WorkerPool, world_size: int
@@ -665,9 +675,9 @@ class Planned(NamedTuple):
 
 
 def by_plan() -> Planned:
-    """Compare train.PLAN with the layers by hand, and with one process."""
+    """Compare minimal.PLAN with the layers by hand, and with one process."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    alone, ours = gpt_of(), train.split_over_ranks(gpt_of(), mesh, train.PLAN)
+    alone, ours = gpt_of(), minimal.split_over_ranks(gpt_of(), mesh, minimal.PLAN)
     torch.manual_seed(7)
     hand = gpt.ParallelGPT(gpt_of().config)
     for name, p in hand.double().named_parameters():
@@ -735,7 +745,7 @@ one process  | 443,648 parameters, 2 blocks
 + attention  | {} on a rank | 4 all-reduces in forward, 8 in backward
 + vocabulary | {} on a rank | 5 all-reduces in forward, 9 in backward
 + norms      | {} on a rank | 5 all-reduces in forward, 5 in backward
-check: 4 times one process's gradient, and counts by the formula
+check: after each of 4 parts one process's gradient, and counts by the formula
 """
 
 
@@ -790,7 +800,7 @@ def parts_ending(fault: str) -> tuple[Any, str]:
     ["gradient", "norms stay plain", "parameters", "first forward", "last backward"],
 )
 def test_wrong_part_of_the_plan_is_noticed(worker_pool: WorkerPool, fault: str) -> None:
-    claim = "4 times one process's gradient, and counts by the formula"
+    claim = "4 parts one process's gradient, and counts by the formula"
     assert_noticed(worker_pool.run(parts_ending, fault), claim)
 
 
@@ -808,7 +818,7 @@ def by_first_parts() -> tuple[list[Parts], str]:
     mesh, (batch,) = init_device_mesh("cpu", (dist.get_world_size(),)), batches_of(1)
     alone, found, plan = gpt_of(tied=False), [], {}
     alone(*batch).backward()
-    for part in (train.MLP, train.ATTENTION, train.VOCABULARY):
+    for part in (minimal.MLP, minimal.ATTENTION, minimal.VOCABULARY):
         plan |= part
         ours = gpt_of(tied=False)
         parallelize_module(ours, mesh, plan)
@@ -830,7 +840,7 @@ def by_first_parts() -> tuple[list[Parts], str]:
         assert len(apart) == 25
         found.append(Parts(max(apart), calls, plain, numbers))
     ours = gpt_of(tied=False)
-    parallelize_module(ours, mesh, plan | train.NORMS)
+    parallelize_module(ours, mesh, plan | minimal.NORMS)
     with pytest.raises(RuntimeError) as refused:
         ours(*batch)
     return found, str(refused.value)
@@ -865,10 +875,10 @@ def without_norms_in_the_plan() -> tuple[int, bool, list[str]]:
     ours = gpt_of()
     plan = {
         name: style
-        for name, style in train.PLAN.items()
+        for name, style in minimal.PLAN.items()
         if "norm" not in name and "position" not in name
     }
-    train.parallelize_module(ours, mesh, plan)
+    minimal.parallelize_module(ours, mesh, plan)
     is_tied = ours.head.weight is ours.token_embedding.weight
     (batch,) = batches_of(1)
     with sent_and_kept.Collectives() as calls:
@@ -883,7 +893,7 @@ def without_norms_in_the_plan() -> tuple[int, bool, list[str]]:
         with pytest.raises(RuntimeError) as refused:
             call()
         said.append(str(refused.value))
-    train.distribute_module(ours, mesh)
+    minimal.distribute_module(ours, mesh)
     with pytest.raises(RuntimeError) as refused:
         ours(*batch)
     return len(reduced), is_tied, [*said, str(refused.value)]
@@ -932,7 +942,7 @@ def test_a_module_with_two_names_stays_one(worker_pool: WorkerPool) -> None:
 def layout_of_embedding_gradient() -> tuple[Any, ...]:
     """Return the shapes of an untied embedding's shard and of its gradient's."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    ours = train.split_over_ranks(gpt_of(tied=False), mesh, train.PLAN)
+    ours = minimal.split_over_ranks(gpt_of(tied=False), mesh, minimal.PLAN)
     ours(*batches_of(1)[0]).backward()
     weight = ours.token_embedding.weight
     head = ours.head.weight.grad.to_local()
@@ -954,7 +964,7 @@ def off_in_micro_batches() -> tuple[float, float]:
     One process takes the mean of all samples at once.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    alone, ours = gpt_of(), train.split_over_ranks(gpt_of(), mesh, train.PLAN)
+    alone, ours = gpt_of(), minimal.split_over_ranks(gpt_of(), mesh, minimal.PLAN)
     micro_batches = [(0, *tokens) for tokens in batches_of(3)]
     loss = train.add_gradients(ours, ours, micro_batches, 3 * B, amp=False)
     inputs, labels = (
@@ -1241,7 +1251,7 @@ def steps_by_sequence() -> list[float]:
         (torch.optim.AdamW, {}),
         (torch.optim.SGD, {}),
     ):
-        alone, ours = gpt_of(), train.split_over_ranks(gpt_of(), mesh, *plans)
+        alone, ours = gpt_of(), minimal.split_over_ranks(gpt_of(), mesh, *plans)
         for one in (alone, ours):
             take_steps(one, make, **settings)
         norm = ours.blocks[0].mlp_norm.weight
@@ -1269,7 +1279,7 @@ def trained_when_split() -> list[list[str]]:
     mesh, found = init_device_mesh("cpu", (2,)), []
     plans = modules["sequence_parallel"].WAYS["+ sequence"][0]
     for split in (
-        train.split_over_ranks,
+        minimal.split_over_ranks,
         lambda model, mesh, *plans: [parallelize_module(model, mesh, p) for p in plans],
     ):
         model = gpt_of(tied=False).requires_grad_(False)
@@ -1475,10 +1485,10 @@ def with_a_buffer() -> tuple[str, float]:
     torch.manual_seed(0)
     ours: Any = Masked()
     due = ours(x).detach()
-    columns = ColwiseParallel(output_layouts=train.Replicate())
+    columns = ColwiseParallel(output_layouts=minimal.Replicate())
     parallelize_module(ours, mesh, {"layer": columns})
     assert torch.allclose(ours(x), due, atol=1e-6)
-    train.distribute_module(ours, mesh)
+    minimal.distribute_module(ours, mesh)
     with pytest.raises(RuntimeError) as refused:
         ours(x)
     ours.mask = ours.mask.to_local()
@@ -1504,7 +1514,7 @@ def encoder() -> nn.TransformerEncoderLayer:
 def without_a_style() -> tuple[list[str], float]:
     """Cut what a plan cannot; return what is said, and how far its cure is off."""
     mesh, said = init_device_mesh("cpu", (2,)), []
-    x, tokens, rows = torch.ones(2, 5, 8), torch.arange(5)[None], train.EMBEDDING
+    x, tokens, rows = torch.ones(2, 5, 8), torch.arange(5)[None], minimal.EMBEDDING
     out: dict[str, Any] = {"self_attn.out_proj": RowwiseParallel()}
     for model, plan, inputs in (
         (encoder(), out, x),
@@ -1513,7 +1523,7 @@ def without_a_style() -> tuple[list[str], float]:
     ):
         parallelize_module(model, mesh, plan)
         if plan is not out:
-            train.distribute_module(model, mesh)
+            minimal.distribute_module(model, mesh)
         with pytest.raises(RuntimeError) as refused:
             model(inputs)
         said.append(str(refused.value))
@@ -1547,7 +1557,7 @@ def masks_of_tokens(by_rank: bool) -> list[Tensor]:
     """Return this rank's mask of its tokens, and that of each rank."""
     script, mesh = modules["sequence_parallel"], init_device_mesh("cpu", (2,))
     ours = gpt_of(dropout=0.5)
-    train.split_over_ranks(ours, mesh, *script.WAYS["+ sequence"][0])
+    minimal.split_over_ranks(ours, mesh, *script.WAYS["+ sequence"][0])
     masks: list[Tensor] = []
     ours.blocks[0].drop.register_forward_hook(
         lambda _, __, output: masks.append(output != 0)
@@ -1597,7 +1607,7 @@ def test_plain_collectives_count_as_those_of_dtensors(worker_pool: WorkerPool) -
 def clip_by_value() -> str:
     """Clip the values of norms' partial gradients; return what PyTorch says."""
     script, mesh = modules["sequence_parallel"], init_device_mesh("cpu", (2,))
-    ours = train.split_over_ranks(gpt_of(), mesh, *script.WAYS["+ sequence"][0])
+    ours = minimal.split_over_ranks(gpt_of(), mesh, *script.WAYS["+ sequence"][0])
     ours(*batches_of(1)[0]).backward()
     with pytest.raises(RuntimeError) as refused:
         torch.nn.utils.clip_grad_value_(ours.parameters(), 0.1)
@@ -1613,7 +1623,7 @@ def test_partial_gradients_are_not_clipped_by_value(worker_pool: WorkerPool) -> 
 def read_tokens(count: int) -> float:
     """Split the GPT by tokens, and read so many of them; return the loss."""
     script, mesh = modules["sequence_parallel"], init_device_mesh("cpu", (2,))
-    ours = train.split_over_ranks(gpt_of(), mesh, *script.WAYS["+ sequence"][0])
+    ours = minimal.split_over_ranks(gpt_of(), mesh, *script.WAYS["+ sequence"][0])
     inputs, labels = batches_of(1)[0]
     return ours(inputs[:, :count], labels[:, :count]).item()
 
@@ -1632,7 +1642,7 @@ def test_tokens_must_divide_by_the_ranks_in_sequence_parallelism(
 def fused_sgd() -> str:
     """Step with norms' partial gradients; return what PyTorch says."""
     script, mesh = modules["sequence_parallel"], init_device_mesh("cpu", (2,))
-    ours = train.split_over_ranks(gpt_of(), mesh, *script.WAYS["+ sequence"][0])
+    ours = minimal.split_over_ranks(gpt_of(), mesh, *script.WAYS["+ sequence"][0])
     with pytest.raises(RuntimeError) as refused:
         take_steps(ours, torch.optim.SGD, fused=True)
     return str(refused.value)
