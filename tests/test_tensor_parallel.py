@@ -800,7 +800,7 @@ def parts_ending(fault: str) -> tuple[Any, str]:
     ["gradient", "norms stay plain", "parameters", "first forward", "last backward"],
 )
 def test_wrong_part_of_the_plan_is_noticed(worker_pool: WorkerPool, fault: str) -> None:
-    claim = "4 parts one process's gradient, and counts by the formula"
+    claim = "after each of 4 parts one process's gradient, and counts by the formula"
     assert_noticed(worker_pool.run(parts_ending, fault), claim)
 
 
