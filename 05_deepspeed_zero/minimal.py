@@ -23,9 +23,11 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 32,
     "gradient_clipping": 0.0,  # off, as in chapter 03; unless you say so it is 1.0
     # An optimizer such as SGD also needs "zero_allow_untested_optimizer": True.
-    "zero_optimization": {"stage": 2},  # or 1 or 3
-    # This trains in fp32. The next line would cast the weights, but no inputs: float
-    # ones then need .to(torch.bfloat16), and with fp16 .half().
+    # Begin with stage 1. If it does not fit, take 2, then 3, which may send more.
+    "zero_optimization": {"stage": 2},
+    # This trains in fp32, which in stage 2 takes 4 + 16/n bytes a parameter. The next
+    # line would cast the weights, but no inputs: float ones then need
+    # .to(torch.bfloat16), and with fp16 .half().
     # "bf16": {"enabled": True},
     # For a GPU without bf16; a CPU may refuse it. It scales the loss, first by 2 ** 16,
     # and skips a step whose gradients overflow. A "loss_scale" other than 0 is fixed.
@@ -38,9 +40,13 @@ def main() -> None:
     # Without a GPU, DeepSpeed would first compile C++ for minutes. GPUs do not need it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # Chooses accelerator and backend: a GPU if there is one, unless DS_ACCELERATOR=cpu.
+    # Without both it warns that it takes the CPU. Later it calls all_gather_into_tensor
+    # and others by names that torch 2.13 calls deprecated; they still work.
     deepspeed.init_distributed()
     torch.manual_seed(0)
     model = GPT(GPTConfig())
+    # Yours, with your parameter groups, and nothing to compile. Or, as stage_1.py, name
+    # one in CONFIG. Under bf16 either steps fp32 master weights.
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     # Moves the model to this rank's device and wraps the optimizer. As DDP does, it
     # copies rank 0's weights to all ranks, but no buffers, such as BatchNorm's.
@@ -57,7 +63,11 @@ def main() -> None:
         dist.all_reduce(mean := loss.detach(), op=dist.ReduceOp.AVG)
         if step % 4 == 0 and dist.get_rank() == 0:
             print(f"step {step:2} | loss {mean.item():.3f}")
-    # Each rank has a part of the state, so every rank calls this, and load_checkpoint.
+    # Each rank has a part of the state, so every rank calls this, and to resume
+    # engine.load_checkpoint("saved/minimal"). For a model.pt, later, in one process:
+    # from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    # torch.save(get_fp32_state_dict_from_zero_checkpoint("saved/minimal"), "model.pt")
+    # More in checkpoints/README.md.
     engine.save_checkpoint("saved/minimal")
 
 

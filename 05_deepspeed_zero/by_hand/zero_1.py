@@ -59,7 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard = local_shard(p).to(self.master_dtype)
             self.shards[p] = nn.Parameter(shard, p.requires_grad)
         shards = [self.shards[p] for p in param_group["params"]]
-        self.add_local_group({**param_group, "params": shards})
+        self.add_local_group({**param_group, "params": shards})  # to self.local: AdamW
 
     def step(self, closure: Callable | None = None) -> Any:
         """Step on shards, with averaged gradients, then all-gather; all call this."""
@@ -72,7 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def step_and_gather(self) -> None:
         """Step on the shards that have a gradient; give everyone the new values."""
-        copy_settings(self, self.local)  # a schedule may have changed them
+        copy_settings(self, self.local)  # a schedule may have changed lr and the like
         self.local.step()
         for p, shard in self.shards.items():
             if shard.grad is not None:

@@ -47,10 +47,11 @@ class ShardedGradients(ShardedOptimizer):
         work = dist.reduce_scatter_single(
             mine, whole, op=dist.ReduceOp.AVG, async_op=True
         )
-        # `whole` is kept until it has been sent. The one before is waited for now.
+        # This list keeps `whole` until it has been sent. The one before is waited for.
         self.in_flight.append((work, self.shards[p], mine, whole))
         self.finish_gradient_sync(but_last=1)
 
+    # `step` and `zero_grad` call it first: else the last gradient would be lost.
     def finish_gradient_sync(self, but_last: int = 0) -> None:
         """Wait until every shard has its gradient; micro-batches add up."""
         while len(self.in_flight) > but_last:

@@ -28,13 +28,16 @@ from selective import keep_half_of_products
 CONFIG = GPTConfig(block_size=64, layers=6)
 SETTINGS: dict[str, dict[str, Any]] = {
     "blocks and root": {},
-    "root alone": {"blocks": 0},
-    "reshard: never": {"reshard_after_forward": False},
-    "reshard: root too": {"reshard_after_forward": True},
+    "root alone": {"blocks": 0},  # one unit, all whole at the peak
+    "reshard: never": {"reshard_after_forward": False},  # whole until backward
+    "reshard: root too": {"reshard_after_forward": True},  # not the blocks alone
+    # Each rank of a pair keeps a half: the second all-gather stays inside the pair.
     "reshard: to 2 ranks": {"reshard_after_forward": 2},
     "prefetch 2 blocks": {"prefetch": 2},
     "activation checkpointing": {"recompute": {}},
+    # Attention and every second matrix product are kept.
     "selective checkpointing": {"recompute": {"context_fn": keep_half_of_products}},
+    # Each pair shards the whole model; between pairs gradients are all-reduced.
     "replicas: 2 x 2": {"replicas": 2},
 }
 

@@ -20,7 +20,9 @@ from model import GPT, GPTConfig
 from ranks import check, join, leave, say
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
+# It also takes output_dtype, in which a unit returns what it has computed.
 POLICY = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FLOAT32)
+# What is compared below. In "the same, loss outside" the logits leave bf16 first.
 WAYS = {
     "float32": MixedPrecisionPolicy(),
     "autocast": MixedPrecisionPolicy(),

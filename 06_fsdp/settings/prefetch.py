@@ -19,12 +19,14 @@ from model import GPT, GPTConfig
 from ranks import check, join, leave, say
 
 
-# On a GPU, what gathers and what computes are two streams, queues that the CPU only
-# fills. By default it is far ahead in forward: the next block's all-gather is queued
-# while this one still computes ("implicit prefetching"). If blocks compute too little
-# for that, look 1 ahead: it is queued before this block's computations. If it takes
-# longer than a block computes, look 2 ahead, for the memory of one more block. In
-# backward the default is 1 ahead. (gloo has the order, but waits: nothing overlaps.)
+# Begin without it. On a GPU, all-gathers and computations are two streams, queues that
+# the CPU fills far ahead. By default it queues the next block's all-gather in forward
+# after this block's computations, but while the GPU still does them ("implicit
+# prefetching"). If blocks compute too little for that, a profile shows the computing
+# stream idle before each, and the all-gather queued late: look 1 ahead, which queues it
+# before this block's computations. If it is queued in time, but takes longer than a
+# block computes, look 2 ahead, for the memory of one more block. In backward the
+# default is 1 ahead already. (gloo has the order, but waits: nothing overlaps.)
 def gather_ahead(blocks: list[Any], ahead: int) -> None:
     """Let each block begin to gather those that come next, in forward and backward."""
     for i, block in enumerate(blocks):

@@ -19,10 +19,13 @@ KEPT = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
+    # Of tensor parallelism (chapter 07): recomputing would send it again.
     torch.ops._c10d_functional.reduce_scatter_tensor.default,  # type: ignore
 }
 
 
+# Before fully_shard, for each i: model.blocks[i] = checkpoint_wrapper(
+#     model.blocks[i], context_fn=keep_half_of_products)
 def keep_half_of_products() -> Any:
     """Keep attention, messages and every second matrix product, as torchtitan does."""
     products = count()  # anew in each block; the policy is asked in forward only
