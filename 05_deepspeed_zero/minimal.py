@@ -17,8 +17,8 @@ from model import GPT, GPTConfig
 # your script call deepspeed.add_config_arguments(parser) and initialize(args=args, ...)
 # without config. Declare --local_rank too: the launcher `deepspeed` passes it.
 CONFIG = {
-    # Samples for one rank at a time. It must be the DataLoader's batch_size: nothing
-    # compares them. Here it is multiplied with the number of ranks, and with
+    # Samples for one rank at a time. The DataLoader decides; nothing compares this with
+    # its batch_size. It is multiplied with the number of ranks, and with
     # "gradient_accumulation_steps" if you give it: that makes the "train_batch_size".
     "train_micro_batch_size_per_gpu": 32,
     "gradient_clipping": 0.0,  # off, as in chapter 03; unless you say so it is 1.0
@@ -39,9 +39,10 @@ def main() -> None:
     """Train for one epoch on one device a rank."""
     # Without a GPU, DeepSpeed would first compile C++ for minutes. GPUs do not need it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # Chooses accelerator and backend: a GPU if there is one, unless DS_ACCELERATOR=cpu.
-    # Without both it warns that it takes the CPU. Later it calls all_gather_into_tensor
-    # and others by names that torch 2.13 calls deprecated; they still work.
+    # The import has chosen the accelerator: a GPU if there is one, unless
+    # DS_ACCELERATOR=cpu. (Without both it warned that it takes the CPU.) This takes its
+    # backend. DeepSpeed will call all_gather_into_tensor and others by names that torch
+    # 2.13 calls deprecated; they still work.
     deepspeed.init_distributed()
     torch.manual_seed(0)
     model = GPT(GPTConfig())

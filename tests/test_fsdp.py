@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
@@ -46,6 +47,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -1898,6 +1900,49 @@ def ending_of_prefetch() -> tuple[Any, str]:
 
 def test_prefetch_notices_another_gradient(worker_pool: WorkerPool) -> None:
     assert_failed(worker_pool.run(ending_of_prefetch), "3 ways, one gradient")
+
+
+def units_that_look_nowhere() -> tuple[list[str], int, list[float], str]:
+    """Tell what the table from FSDP1 says of units inside units, and of what is lost.
+
+    Return what units gather in backward if each names itself, how many units there are,
+    a weight after a change while it was whole, and what clipping says.
+    """
+    lessons = load_chapter(SETTINGS)
+    fsdp1, prefetch = lessons["from_fsdp1"], lessons["prefetch"]
+    config = fsdp1.GPTConfig(block_size=8, width=16, layers=2, heads=2)
+    gpt: Any = fsdp1.GPT(config)
+    gpt.blocks[0].inner = fsdp1.Block(config)  # which computes nothing
+    model: Any = fsdp1.InFSDP2(gpt, torch.device("cpu")).model
+    units = [one for one in model.modules() if isinstance(one, FSDPModule)]
+    for unit in units:
+        unit.set_modules_to_backward_prefetch([unit])
+    tokens = torch.ones(1, 8, dtype=torch.long)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model(tokens, tokens).backward()
+    turns = prefetch.gathered_at(profiler.events())
+    begun = [f"{unit} {other}" for way, unit, other in turns if way == "backward"]
+    model.unshard()
+    model.final_norm.weight.data.fill_(5)
+    model.reshard()
+    weight = model.final_norm.weight.full_tensor().detach()
+    part = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(part, mesh=mesh, ignored_params=set(part[1].parameters()))
+    part(torch.ones(1, 2)).sum().backward()
+    try:
+        nn.utils.clip_grad_norm_(part.parameters(), 1.0)
+    except RuntimeError as error:
+        return begun, len(units), weight.tolist(), str(error)
+    return begun, len(units), weight.tolist(), ""
+
+
+def test_what_the_table_from_fsdp1_says_of_units_is_so(worker_pool: WorkerPool) -> None:
+    for begun, units, weight, said in worker_pool.run(units_that_look_nowhere):
+        # The root's weights are still whole from the forward pass.
+        assert begun == ["R ", "1 1", "0 0"] and units == 4
+        assert weight == [1.0] * 16
+        assert "got mixed torch.Tensor and DTensor" in said
 
 
 def test_fsdp1_and_fsdp2_train_as_one_process(worker_pool: WorkerPool) -> None:

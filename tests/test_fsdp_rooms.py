@@ -536,7 +536,7 @@ def test_dictionary_notices_a_wrong_name() -> None:
 
 
 def test_no_argument_of_fsdp1_is_left_out() -> None:
-    (_, *tables) = tables_of("06_fsdp/settings/README.md")
+    tables = tables_of("06_fsdp/settings/README.md")
     (rows,) = [rows for rows in tables if len(rows) > 10]
     fsdp1 = fsdp.FullyShardedDataParallel
     names = {name for row in rows for name in re.findall(r"`(\w+)", row[0])}
@@ -548,7 +548,7 @@ def test_no_argument_of_fsdp1_is_left_out() -> None:
     # The methods, and members of two more enumerations.
     others = names - parameters - strategies - precision - {"None"}
     enumerations = [fsdp1, fsdp.BackwardPrefetch, fsdp.StateDictType]
-    assert len(others) == 9
+    assert len(others) == 10
     assert [name for name in others if not is_known(name, enumerations)] == []
     # First, as a tensor has another `dist`.
     second = [SimpleNamespace(dist=dist, nn=nn), state_dict, *places()["FSDP2"]]

@@ -60,8 +60,8 @@ class InFSDP2:
             dist.broadcast(tensor.detach(), src=0)  # sync_module_states
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         blocks = [module for module in model.modules() if isinstance(module, Block)]
-        for module in (*blocks, model):  # auto_wrap_policy; the root last
-            fully_shard(module, mesh=mesh)  # FULL_SHARD; the last three are built in
+        for module in (*reversed(blocks), model):  # auto_wrap_policy; inner ones first
+            fully_shard(module, mesh=mesh)  # FULL_SHARD; the last three: not needed
 
     def add_gradients(self, batches: list[Tensor]) -> float:
         """Accumulate, then clip; return the gradient's norm before."""

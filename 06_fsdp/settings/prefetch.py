@@ -24,9 +24,9 @@ from ranks import check, join, leave, say
 # after this block's computations, but while the GPU still does them ("implicit
 # prefetching"). If blocks compute too little for that, a profile shows the computing
 # stream idle before each, and the all-gather queued late: look 1 ahead, which queues it
-# before this block's computations. If it is queued in time, but takes longer than a
-# block computes, look 2 ahead, for the memory of one more block. In backward the
-# default is 1 ahead already. (gloo has the order, but waits: nothing overlaps.)
+# before this block's computations. To look 2 ahead helps only if blocks are unequal,
+# and takes the memory of one more. In backward the default is 1 ahead already. (gloo
+# has the order, but waits: nothing overlaps.)
 def gather_ahead(blocks: list[Any], ahead: int) -> None:
     """Let each block begin to gather those that come next, in forward and backward."""
     for i, block in enumerate(blocks):
