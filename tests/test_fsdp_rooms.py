@@ -551,7 +551,12 @@ def test_no_argument_of_fsdp1_is_left_out() -> None:
     assert len(others) == 10
     assert [name for name in others if not is_known(name, enumerations)] == []
     # First, as a tensor has another `dist`.
-    second = [SimpleNamespace(dist=dist, nn=nn), state_dict, *places()["FSDP2"]]
+    second = [
+        SimpleNamespace(dist=dist, nn=nn),
+        nn.Linear,
+        state_dict,
+        *places()["FSDP2"],
+    ]
     assert unknown_names(rows, 1, second) == []
 
 
