@@ -74,8 +74,11 @@ def load_parts(parts, optimizer) -> int:
     try:
         for name, part in parts.items():
             part.load_state_dict(saved[name])
-            if part is optimizer:  # without gradients a step changes nothing, but
-                optimizer.step()  # raises if the settings are another optimizer's
+            # SGD's settings load into Adam without an error; only a step raises one.
+            # So step here, where the message is clear: as there are no gradients yet,
+            # a step with the right settings changes nothing.
+            if part is optimizer:
+                optimizer.step()
     except (KeyError, RuntimeError, ValueError) as e:
         sys.exit(f"{FILE}: another model or optimizer: {str(e).splitlines()[-1]}")
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -83,6 +86,8 @@ def load_parts(parts, optimizer) -> int:
     return saved["epoch"]
 
 
+# A buffer, such as BatchNorm's running mean, follows each rank's own samples. Before
+# they evaluate and save, all ranks take rank 0's.
 def share_buffers(model) -> None:
     """Give all ranks rank 0's, such as BatchNorm's statistics, as it saves them."""
     for buffer in model.buffers():
@@ -91,6 +96,8 @@ def share_buffers(model) -> None:
             buffer.copy_(values)
 
 
+# The scheduler of a cluster, such as Slurm, can send a signal, here SIGUSR1, some time
+# before it kills a job. The ranks then end after an epoch, which has been saved.
 def is_stopped(noted, epochs_done) -> bool:
     """Tell all ranks alike whether to leave the loop; every rank calls it."""
     dist.all_gather_object(counts := [0] * dist.get_world_size(), len(noted))
@@ -124,7 +131,9 @@ def main() -> None:
     schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
     parts = {"model": model, "adam": optimizer}  # all that is saved and loaded
     first_epoch = load_parts(parts, optimizer)
-    for _ in range(first_epoch * steps // EPOCHS):  # as these ranks count them
+    # The schedule is stepped to where it was, not saved: with another number of ranks
+    # an epoch has another number of steps, and this run's own rates are to hold.
+    for _ in range(first_epoch * steps // EPOCHS):
         schedule.step()
     dist.all_gather_object(seen := [0] * world_size, first_epoch)
     if len(set(seen)) > 1:
@@ -144,8 +153,11 @@ def main() -> None:
         for part in parts.values():
             if isinstance(part, torch.nn.Module):
                 share_buffers(part)
+        # Not with ddp_model: its forward pass may send buffers, so the ranks would need
+        # equally many batches.
         loss = validation_loss(model, test_set, device)
         if rank == 0:
+            # If the reader of a pipe has ended, this raises BrokenPipeError: not saved.
             print(f"epoch {epoch} | validation loss {loss:.3f}", flush=True)
             save_parts(parts, epoch + 1)
         if is_stopped(noted, epoch + 1):

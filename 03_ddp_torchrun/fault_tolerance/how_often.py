@@ -20,7 +20,9 @@ from model import GPT, GPTConfig
 
 # Saving every t seconds costs save / t of the time. A failure, on average after
 # `between` seconds, costs the half of an interval: t / 2 / between. The sum is smallest
-# where both are equal (Young, 1974; for a save much shorter than `between`).
+# where both are equal (Young, 1974; for a save much shorter than `between`). Below, a
+# save takes 60 s, then as long as measured here. In the "simulated" lines runs fail at
+# random moments, to check the formula.
 def best_interval(save: float, between: float) -> float:
     """Return after how many seconds to save again.
 

@@ -25,7 +25,8 @@ MIDDLE, STEPS = 4, 8  # where the run is resumed; where it ends, and so does its
 # The run resumes after 4 of 8 steps of 16 samples (8 on each of two ranks): 64 samples
 # have been seen and 64 remain. Each entry in turn is taken from step 0:
 #   step: again 8 steps, and 64 + 8 x 16 = 192 seen;
-#   seen, the count of that: 4 steps, and 0 + 4 x 16 = 64 seen;
+#   seen, the count of that: 4 steps, and 0 + 4 x 16 = 64 seen (below, "8 steps" is
+#       the counter `step`, which is not left out);
 #   model, optimizer, schedule (of learning rates), random (each rank's numbers): the
 #       right 4 steps, but from, or with, what was there at step 0.
 ENTRIES = ("nothing", "model", "optimizer", "schedule", "step", "seen", "random")
