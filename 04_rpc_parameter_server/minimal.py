@@ -64,7 +64,9 @@ class HybridModel(nn.Module):
 def train_with_server(table: RemoteModule) -> dict[str, torch.Tensor]:
     """Be a trainer, as the server asks by RPC; return the dense part's weights."""
     rank, trainers = dist.get_rank(), dist.get_world_size() - 1
-    # Without the server, which makes no collective.
+    # Without the server, which makes no collective: by the argument only members make
+    # this call. Without it gloo waits for nobody either, unless
+    # TORCH_DIST_INIT_BARRIER=1 is set: then for the server, in vain, for 30 minutes.
     group: Any = dist.new_group(range(trainers), use_local_synchronization=True)
     model = HybridModel(table)
     ddp = model.dense = DistributedDataParallel(model.dense, process_group=group)
@@ -73,6 +75,11 @@ def train_with_server(table: RemoteModule) -> dict[str, torch.Tensor]:
     # takes an n-th of the rate.
     of_dense = DistributedOptimizer(EagerSGD, dense, LR)
     of_table = DistributedOptimizer(EagerSGD, table.remote_parameters(), LR / trainers)
+    # To set a rate, call a function where the optimizer is, say before each epoch:
+    #   def set_rate(one, rate):
+    #       one.local_value().optim.param_groups[0]["lr"] = rate
+    #   for one in of_table.remote_optimizers:
+    #       rpc.rpc_sync(one.owner(), set_rate, (one, rate))
     samples, _ = load_samples(ROWS)
     batches = samples.batches(BATCH_SIZE, rank, trainers)
     steps = len(samples) // (BATCH_SIZE * trainers)
@@ -84,6 +91,11 @@ def train_with_server(table: RemoteModule) -> dict[str, torch.Tensor]:
             with dist_autograd.context() as context_id:
                 loss = cross_entropy(model(indices, offsets), labels)  # 1. and 2.
                 dist_autograd.backward(context_id, [loss])  # 3.
+                # To clip the dense part's gradients, here to a norm of 1:
+                #   own = dist_autograd.get_gradients(context_id).values()
+                #   factor = (1 / nn.utils.get_total_norm(own)).clamp(max=1)
+                #   for gradient in own:
+                #       gradient.mul_(factor)
                 of_dense.step(context_id)  # 4.
                 # All have gone backward. A bag's sum needs no rows there; but put a
                 # Linear on the server: it needs its weights as they were in forward.
