@@ -14,6 +14,8 @@ from ranks import check, gather, number, read_options, say
 def blocking(mine: torch.Tensor, left: int, right: int) -> torch.Tensor:
     """Send, then receive, or the other way round: not all ranks may send first."""
     received = torch.empty_like(mine)
+    # Of three ranks 0 and 2, which are neighbours, both send first. It does not hang:
+    # rank 1 receives from 0, so 0 can receive from 2, and then 2 from 1.
     if dist.get_rank() % 2 == 0:
         dist.send(mine, dst=right)
         dist.recv(received, src=left)
@@ -52,6 +54,7 @@ def pass_on(rank: int, world_size: int) -> None:
         mine = torch.tensor([float(rank)])
         received = way(mine, left, right)
         results.append(received.item())
+        # All ranks must call `gather`. They do: each makes this text, rank 0 prints it.
         say(f"{way.__name__:12} | ranks 0, 1, ... have {gather(received.item())}")
     check(results == 3 * [left], "in 3 ways every rank has its left neighbour's number")
 
