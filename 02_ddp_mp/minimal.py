@@ -50,6 +50,8 @@ def train_shard(rank: int, world_size: int, device: torch.device) -> None:
         dist.all_reduce(mean, op=dist.ReduceOp.AVG)  # every rank calls this
         if rank == 0:
             print(f"epoch {epoch} | mean loss {mean.item():.5f}")
+        # A check: do all ranks hold the same weights? Different ones hardly have equal
+        # norms, and one number from each rank is less to send than all weights.
         norm = sum(p.abs().double().norm().item() for p in model.parameters())
         dist.all_gather_object(norms := [0.0] * world_size, norm)
         if len(set(map(str, norms))) > 1:  # as text, for NaN is not equal to NaN
@@ -86,6 +88,7 @@ if __name__ == "__main__":  # each rank imports this file again
         parser.error(f"--nprocs must divide the batch of {GLOBAL_BATCH_SIZE} samples")
     if samples < GLOBAL_BATCH_SIZE:
         parser.error(f"{samples} samples make no batch of {GLOBAL_BATCH_SIZE}")
-    # Where the ranks meet. Port 0: the system chooses one that is free.
+    # Where the ranks meet: a small server, at which each leaves its address for the
+    # others. Port 0: the system chooses one that is free.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     mp.spawn(join_and_train, (nprocs, store.port), nprocs=nprocs)

@@ -32,6 +32,8 @@ class NaiveDDP(nn.Module):
         """Overwrite the module's parameters and buffers with those of rank 0."""
         super().__init__()
         self.module = module
+        # For flat.py and bucketed.py. average_gradients, below, asks anew each time: it
+        # may also meet parameters that were unfrozen since.
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         if not self.trainable:
             raise RuntimeError("no parameter of this module requires a gradient")
