@@ -19,7 +19,7 @@ from terrain import TerrainModel, load_terrain, sample_points
 
 def average_over_ranks(parameters: Iterable[nn.Parameter]) -> None:
     """After backward, overwrite each dense gradient with the mean over all ranks."""
-    for parameter in parameters:
+    for parameter in parameters:  # those that require a gradient
         if parameter.grad is None:  # all ranks have to make the same calls
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)  # now it is the mean

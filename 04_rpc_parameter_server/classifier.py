@@ -33,7 +33,7 @@ logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
 
 
 class EagerSGD(torch.optim.SGD):
-    """SGD under a name of which `DistributedOptimizer` has no compiled copy."""
+    """A subclass of SGD: of these `DistributedOptimizer` has no compiled copy."""
 
     def step(self, closure: Any = None) -> Any:
         """Step, and forget: a weight that the next batch misses would step again.

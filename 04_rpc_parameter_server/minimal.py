@@ -29,10 +29,10 @@ logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
 
 
 class EagerSGD(torch.optim.SGD):
-    """SGD under a name of which `DistributedOptimizer` has no compiled copy."""
+    """A subclass of SGD: of these `DistributedOptimizer` has no compiled copy."""
 
     # DistributedOptimizer replaces torch.optim.SGD by a compiled copy, which runs
-    # without a lock and may lose updates. Of a class with another name it has none.
+    # without a lock and may lose updates. Of a subclass it has none.
     def step(self, closure: Any = None) -> Any:
         """Step, and forget: gradients that stay would step again.
 

@@ -29,10 +29,10 @@ def is_rank_zero() -> bool:
 
 
 def prepare_once(folder: Path) -> None:
-    """Make a folder, download, unpack: one rank of each machine does, and all wait."""
+    """Make a folder on each machine's own disk, download: one rank does, all wait."""
     if is_first_on_its_machine():
-        folder.mkdir()  # by every rank it would be an error
-    dist.barrier()  # waits no longer than the group's timeout: give it a longer one
+        folder.mkdir(exist_ok=True)  # it is there if the run has been restarted
+    dist.barrier()  # fails after the group's timeout: give the group a longer one
 
 
 def write_log(folder: Path, is_main_process: Callable[[], bool]) -> str:
