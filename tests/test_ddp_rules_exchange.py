@@ -936,7 +936,7 @@ def test_each_machine_has_a_local_rank_zero(
 
 
 def prepared(folder: str) -> tuple[int, bool]:
-    """Prepare a slow disk, and again as a run that goes on; return how often, if it is."""
+    """Prepare a slow disk, then once more; return how often, and if it was there."""
     own_disk, mkdir, made = Path(folder, "disk"), Path.mkdir, []
 
     def make_late(path: Path, **words: Any) -> None:
