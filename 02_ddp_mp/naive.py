@@ -32,8 +32,6 @@ class NaiveDDP(nn.Module):
         """Overwrite the module's parameters and buffers with those of rank 0."""
         super().__init__()
         self.module = module
-        # For flat.py and bucketed.py. average_gradients, below, asks anew each time: it
-        # may also meet parameters that were unfrozen since.
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         if not self.trainable:
             raise RuntimeError("no parameter of this module requires a gradient")
@@ -70,7 +68,7 @@ class NaiveDDP(nn.Module):
         self.average_gradients()
 
     def average_gradients(self) -> None:
-        """All-reduce one gradient after another."""
+        """All-reduce one by one, not by `trainable`: some may be unfrozen since."""
         average_over_ranks(p for p in self.parameters() if p.requires_grad)
 
 

@@ -308,9 +308,9 @@ def clipped_in_a_context() -> list[float]:
         norm = torch.nn.utils.clip_grad_norm_([weight], max_norm=1.0)
         optimizer.step(context)
     far = weight.item()
-    for size in (4, 0.5):  # only the first is longer than 1
+    for slope in (4, 0.5):  # only the first is longer than 1
         with dist_autograd.context() as context:
-            dist_autograd.backward(context, [size * weight.sum()])
+            dist_autograd.backward(context, [slope * weight.sum()])
             names = {"dist_autograd": dist_autograd, "nn": torch.nn}
             exec(commented("# To clip"), {**names, "context_id": context})
             optimizer.step(context)
