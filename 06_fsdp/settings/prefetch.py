@@ -25,8 +25,8 @@ from ranks import check, join, leave, say
 # prefetching"). If blocks compute too little for that, a profile shows the computing
 # stream idle before each, and the all-gather queued late: look 1 ahead, which queues it
 # before this block's computations. To look 2 ahead helps only if blocks are unequal,
-# and takes the memory of one more. In backward the default is 1 ahead already. (gloo
-# has the order, but waits: nothing overlaps.)
+# and takes the memory of one more. In backward the default is 1 ahead already. (From
+# FSDP's source, not run on a GPU. gloo has the order, but waits: nothing overlaps.)
 def gather_ahead(blocks: list[Any], ahead: int) -> None:
     """Let each block begin to gather those that come next, in forward and backward."""
     for i, block in enumerate(blocks):
