@@ -268,8 +268,10 @@ def test_examples_of_the_chapter_are_the_paper_s_formula() -> None:
     page = (ROOT / "05_deepspeed_zero" / "README.md").read_text("utf-8")
     words = " ".join(page.split())
     assert f" 7 billion parameters take {kept(7, 0, 8):.0f} GB, " in words
-    gigabytes = [f"{kept(7, stage, 8):g}" for stage in (1, 2, 3)]
-    assert "On 8 ranks each keeps {}, {} or {} GB.".format(*gigabytes) in words
+    sums = re.findall(r"`7 \* (\S[^`]*) = (\S+)`", words)
+    assert "On 8 ranks each keeps `7 * {} = {}`, `".format(*sums[0]) in words
+    assert [given for _, given in sums] == [f"{kept(7, i, 8):g}" for i in (1, 2, 3)]
+    assert [f"{7 * eval(each):g}" for each, _ in sums] == [given for _, given in sums]
     # By hand a shard of gradients is in fp32: 2 + 4/n + 12/n, on two ranks stage 1's.
     assert 2 + 4 / 2 + 12 / 2 == kept(1, 1, 2) > kept(1, 2, 2)
     assert "Whole bf16 gradients take 2, so two ranks save nothing." in words

@@ -1938,7 +1938,9 @@ def units_that_look_nowhere() -> tuple[list[str], int, list[float], str]:
 
 
 def test_what_the_table_from_fsdp1_says_of_units_is_so(worker_pool: WorkerPool) -> None:
-    for begun, units, weight, said in worker_pool.run(units_that_look_nowhere):
+    found = worker_pool.run(units_that_look_nowhere)
+    assert len(found) == 2
+    for begun, units, weight, said in found:
         # The root's weights are still whole from the forward pass.
         assert begun == ["R ", "1 1", "0 0"] and units == 4
         assert weight == [1.0] * 16
