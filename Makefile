@@ -34,8 +34,9 @@ pytest = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(files_at_a_time) --di
 smoke: setup-dev ## Set up, then run one script of each chapter.
 	@$(pytest) -m smoke tests
 
-# These look at the pages: at what they quote and draw, and at each chapter by itself.
-of_pages = $(patsubst %,tests/test_%.py,pages pictures chapters_stand_alone readme_runner)
+# These look at the pages: at what they quote, draw and ask, and at chapters by themselves.
+about_pages = pages exercises communication_exercise pictures chapters_stand_alone
+of_pages = $(patsubst %,tests/test_%.py,$(about_pages) readme_runner)
 
 # On two cores a third file ends the tests a twelfth sooner; pages measure some times.
 # The files that take longest come first, so that no process idles at the end.
