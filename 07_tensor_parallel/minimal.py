@@ -69,14 +69,14 @@ def split_over_ranks(model: GPT, mesh: DeviceMesh, *plans: dict[str, Any]) -> GP
 
 def main() -> None:
     """Train for one epoch on one device a rank."""
-    config = GPTConfig()
-    if config.heads % int(os.environ["WORLD_SIZE"]):
-        raise SystemExit(f"{config.heads} heads: the number of ranks must divide them")
     device = torch.device("cpu")  # unless each local rank can have a GPU of its own
     gpus = torch.accelerator.device_count() - torch.mps.device_count()  # not Apple's
     if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]):
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         device = torch.accelerator.current_accelerator() or device
+    config = GPTConfig()
+    if config.heads % int(os.environ["WORLD_SIZE"]):
+        raise SystemExit(f"{config.heads} heads: the number of ranks must divide them")
     dist.init_process_group(dist.get_default_backend_for_device(device))
     torch.manual_seed(0)  # the same weights on all ranks, and the same dropout masks
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # all in a row

@@ -1500,8 +1500,11 @@ def test_how_often_py_fails_if_another_interval_loses_less(
         "as often as it fails": {"best_interval": lambda save, between: between},
         "nothing is lost": {"simulate": lambda *_: 0.0},
     }
-    with mock.patch.multiple(
-        lesson, seconds_to_save=lambda: 0.2, **faults.get(fault, {})
+    with (
+        mock.patch("sys.argv", ["how_often.py"]),
+        mock.patch.multiple(
+            lesson, seconds_to_save=lambda: 0.2, **faults.get(fault, {})
+        ),
     ):
         if fault:
             with pytest.raises(SystemExit, match="check failed"):

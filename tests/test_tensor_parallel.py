@@ -531,7 +531,8 @@ def test_ranks_that_cannot_share_the_heads_are_refused_in_one_line(
 def test_the_file_to_copy_refuses_ranks_that_cannot_share_the_heads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "3")
     with pytest.raises(SystemExit) as ended:
         minimal.main()
     said = "4 heads: the number of ranks must divide them"
