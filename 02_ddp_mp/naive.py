@@ -26,7 +26,7 @@ def average_over_ranks(parameters: Iterable[nn.Parameter]) -> None:
 
 
 class NaiveDDP(nn.Module):
-    """A model as under DDP, but call `finish_gradient_sync()` before each step."""
+    """As DDP, if each parameter is used; call `finish_gradient_sync()` before a step."""
 
     def __init__(self, module: nn.Module) -> None:
         """Overwrite the module's parameters and buffers with those of rank 0."""

@@ -89,7 +89,8 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
         device = torch.accelerator.current_accelerator() or device
     dist.init_process_group(dist.get_default_backend_for_device(device))
     torch.manual_seed(rank)  # dropout: other masks on each stage (draw no data by it)
-    new_group = functools.cache(dist.new_group)  # every rank makes all of them
+    # A group for each set of stages that share weights; every rank makes all of them.
+    new_group = functools.cache(dist.new_group)
     tied = {p: new_group(among) for p, among in holders.items() if len(among) > 1}
     # One to train, one to evaluate: one for both would learn shapes at each change.
     part.to(device)
