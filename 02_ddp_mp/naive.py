@@ -26,7 +26,7 @@ def average_over_ranks(parameters: Iterable[nn.Parameter]) -> None:
 
 
 class NaiveDDP(nn.Module):
-    """As DDP, if each parameter is used; call `finish_gradient_sync()` before a step."""
+    """As DDP, if each weight is used; call `finish_gradient_sync()` before a step."""
 
     def __init__(self, module: nn.Module) -> None:
         """Overwrite the module's parameters and buffers with those of rank 0."""

@@ -46,8 +46,8 @@ def main() -> None:
     deepspeed.init_distributed()
     torch.manual_seed(0)
     model = GPT(GPTConfig())
-    # Yours, with your parameter groups, and nothing to compile. Or, as stage_1.py, name
-    # one in CONFIG. Under bf16 either steps fp32 master weights.
+    # Yours, with your parameter groups (none all frozen), and nothing to compile. Or,
+    # as stage_1.py, name one in CONFIG. Under bf16 either steps fp32 master weights.
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     # Moves the model to this rank's device and wraps the optimizer. As DDP does, it
     # copies rank 0's weights to all ranks, but no buffers, such as BatchNorm's.

@@ -402,13 +402,15 @@ def evaluated_model() -> list[bool]:
     model = torch.nn.Sequential(remote, torch.nn.Dropout(0.5)).eval()
     there = remote.get_module_rref()
     asked = rpc.rpc_sync(there.owner(), is_training, args=(there,))
-    # This is how to reach it.
-    there.rpc_sync().eval()
+    # Its own eval() reaches it, and the model's then turns that round.
+    remote.eval()
+    reached = rpc.rpc_sync(there.owner(), is_training, args=(there,))
+    model.eval()
     again = rpc.rpc_sync(there.owner(), is_training, args=(there,))
     for call in (model.parameters, model.state_dict):
         with pytest.raises(ValueError, match="not supported for RemoteModule"):
             list(call())
-    return [model[1].training, asked, again]
+    return [model[1].training, asked, reached, again]
 
 
 def set_rate(one: rpc.RRef, rate: float) -> None:
@@ -610,7 +612,9 @@ def test_backward_waits_for_gradients_of_all_calls_before_it(
 
 
 def test_eval_does_not_reach_a_module_on_a_server(session: dict[str, Any]) -> None:
-    assert session["modes"] == [False, True, False]
+    assert session["modes"] == [False, True, False, True]
+    page = words_of(CHAPTER)
+    assert "sets the server's part to *train*: then call `table.eval()`" in page
 
 
 def test_servers_and_shards_end_with_the_table_of_one_process(
