@@ -508,6 +508,40 @@ def weights_and_buffers_after_initialize() -> list[tuple[float, float]]:
     return found
 
 
+def running_means_after_two_passes() -> list[float]:
+    """Return a running mean of inputs of this rank: by stage, then under DDP."""
+    forget_earlier_group()
+    import deepspeed
+
+    inputs, found = torch.full((2, 4), 4.0 * dist.get_rank()), []
+    for stage in range(4):
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "Adam"},
+            "zero_optimization": {"stage": stage},
+        }
+        load_chapter(CHAPTER)["deepspeed_setup"].prepare(config)
+        model = torch.nn.BatchNorm1d(4)
+        engine: Any = deepspeed.initialize(model=model, config=config)[0]
+        for _ in range(2):
+            engine(inputs)
+        found.append(model.get_buffer("running_mean")[0].item())
+        engine.destroy()
+    model = torch.nn.BatchNorm1d(4)
+    ddp_model = DistributedDataParallel(model)
+    for _ in range(2):
+        ddp_model(inputs)
+    return [*found, model.get_buffer("running_mean")[0].item()]
+
+
+def test_buffers_follow_rank_zero_s_under_ddp_alone(zero_pools: Pools) -> None:
+    by_rank = zero_pools(2).run(running_means_after_two_passes, world_size=2)
+    # A tenth of each batch's mean, 4, is added to nine tenths of what was there before:
+    # of this rank's, or of rank 0's, which is 0.
+    apart = [pytest.approx(0.9 * 0.4 + 0.4)] * 4
+    assert by_rank == [[0.0] * 5, [*apart, pytest.approx(0.4)]]
+
+
 def test_initialize_copies_rank_zero_s_weights_and_no_buffers(
     zero_pools: Pools,
 ) -> None:

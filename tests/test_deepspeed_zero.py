@@ -1356,7 +1356,10 @@ def test_stages_agree_in_fp32_if_the_optimizer_is_elementwise(
                 far = max(abs(a - b) for a, b in zip(losses, whole, strict=True))
                 assert far < 1e-5 if agrees else far > 1e-3
     page = " ".join((FOLDER / "README.md").read_text("utf-8").split())
-    assert "if the optimizer is elementwise (Adam, SGD) and every step uses" in page
+    limits = (
+        "is elementwise (Adam, SGD), every step uses every layer and no buffer changes"
+    )
+    assert f"In fp32 nothing, if the optimizer {limits} (BatchNorm's do)" in page
 
 
 def test_stage_0_has_taken_a_step_of_zeros_in_bf16(zero_pools: Pools) -> None:

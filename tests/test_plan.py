@@ -1300,7 +1300,7 @@ def test_activations_are_33_bytes_times_the_width() -> None:
 
 def bytes_kept_by(layers: int, tokens: int) -> int:
     """Count what a forward pass of an eager Llama keeps, but for its weights."""
-    shape = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 256}
+    shape: Any = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 256}
     config = transformers.LlamaConfig(
         **shape, num_hidden_layers=layers, num_attention_heads=4
     )
