@@ -74,9 +74,9 @@ def load_parts(parts, optimizer) -> int:
     try:
         for name, part in parts.items():
             part.load_state_dict(saved[name])
-            # SGD's settings load into Adam without an error; only a step raises one.
-            # So step here, where the message is clear: as there are no gradients yet,
-            # a step with the right settings changes nothing.
+            # Settings of SGD without momentum load into Adam without an error; only a
+            # step raises one. So step here, where the message is clear: as there are no
+            # gradients yet, a step with the right settings changes nothing.
             if part is optimizer:
                 optimizer.step()
     except (KeyError, RuntimeError, ValueError) as e:

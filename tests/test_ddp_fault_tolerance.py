@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import run as torchrun_module
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerState
+from torch.distributed.elastic.rendezvous import api as rendezvous_api
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousSettings,
@@ -1671,3 +1672,18 @@ def test_no_rank_outlives_its_script(end: signal.Signals, tmp_path: Path) -> Non
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize("backend", ["c10d", "etcd-v2"])
+def test_a_store_outlives_the_ranks_with_etcd_too(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whatever the backend: both make this handler, and only the variable is asked.
+    create = rendezvous_api.rendezvous_handler_registry._registry[backend]
+    assert "create_handler" in inspect.getsource(create)
+    shares: Any = DynamicRendezvousHandler.use_agent_store
+    assert shares.fget(None)
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    assert not shares.fget(None)
+    page = words_of("03_ddp_torchrun/fault_tolerance")
+    assert "need two things (with etcd only the first)" in page

@@ -1,8 +1,8 @@
 """Give the workers of all ranks different seeds: with equal ones all augment alike.
 
 Run: torchrun --nproc-per-node=2 03_ddp_torchrun/data_loading/worker_seeds.py
-Expect: the processes; then what each worker draws first in two epochs, by five ways to
-    seed it. Only what is drawn by epoch and index is what one process draws.
+Expect: ranks and workers; then what each worker draws first in two epochs, by five
+    ways to seed it. Only what is drawn by epoch and index is what one process draws.
 """
 
 import multiprocessing
@@ -81,12 +81,12 @@ def two_epochs(name: str) -> list[dict[int, float]]:
 
 
 def main() -> None:
-    """Count the processes; then draw in each way, and compare with one process."""
+    """Count ranks and workers; then draw in each way, and compare with one process."""
     join(only_cpu=True)
     world_size, is_right = dist.get_world_size(), []
     waiting = iter(new_loader(Augmented("global")))
     workers = sum(gather(len(multiprocessing.active_children())))
-    say(f"{world_size} ranks + {workers} workers = {world_size + workers} processes")
+    say(f"{world_size} ranks + {workers} workers")
     del waiting
     say("first numbers of        rank 0's workers  rank 1's workers  in 2 epochs")
     for name, (draws, _, expected) in WAYS.items():

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ranks import check, gather, join, leave, say
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "default": {},  # wrong where a pass leaves a parameter out
+    "default": {},  # wrong where a loss leaves a parameter out
     # Right in every step, if all losses come from what `forward` returns.
     "find_unused_parameters": {"find_unused_parameters": True},
     "static_graph": {"static_graph": True},  # for equal steps; the first not in no_sync
