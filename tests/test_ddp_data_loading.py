@@ -99,7 +99,7 @@ def test_workers_draw_alike_unless_the_rank_is_in_their_seed(
 
 
 @pytest.mark.slow
-def test_seeds_are_shown_and_processes_counted() -> None:
+def test_seeds_are_shown_and_workers_counted() -> None:
     output = torchrun(f"{ROOM}/worker_seeds.py", nproc=3).stdout
     assert output.startswith("3 ranks + 6 workers\n")
     assert "check: 8 samples in 2 epochs are augmented as in one process" in output

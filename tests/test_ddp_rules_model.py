@@ -605,6 +605,40 @@ def test_find_unused_parameters_needs_all_losses_from_forward(
     assert said in words_of(ROOM)
 
 
+class TwoHeads(torch.nn.Module):
+    """Runs both of two heads on what a body makes."""
+
+    def __init__(self) -> None:
+        """Begin with ones."""
+        super().__init__()
+        layers = [torch.nn.Linear(1, 1, bias=False) for _ in range(3)]
+        self.body, self.first, self.second = layers
+        for parameter in self.parameters():
+            torch.nn.init.ones_(parameter)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map (B, 1) to two of (B, 1)."""
+        hidden = self.body(inputs)
+        return self.first(hidden), self.second(hidden)
+
+
+def gradient_of_one_head(finds_unused: bool) -> float:
+    """Run both heads, go back from one; return the gradient of their body."""
+    model = TwoHeads()
+    ddp_model = DistributedDataParallel(model, find_unused_parameters=finds_unused)
+    used, _ = ddp_model(torch.full((1, 1), dist.get_rank() + 1.0))
+    used.sum().backward()
+    assert model.body.weight.grad is not None
+    return model.body.weight.grad.item()
+
+
+def test_a_layer_that_runs_but_is_in_no_loss_is_unused(worker_pool: WorkerPool) -> None:
+    # By default each rank's own, which is its input.
+    assert worker_pool.run(gradient_of_one_head, False) == [1.0, 2.0]
+    assert worker_pool.run(gradient_of_one_head, True) == [1.5] * 2
+    assert "Let every loss depend on every parameter, or set" in words_of(ROOM)
+
+
 def gradients_in_views() -> list[bool]:
     """Leave out the middle of three layers, each in a bucket of its own.
 

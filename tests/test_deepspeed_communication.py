@@ -484,69 +484,87 @@ def test_coalesced_gradients_are_sent_once_a_step(
     assert norms[0] != pytest.approx(norms[1], rel=1e-5)
 
 
-def weights_and_buffers_after_initialize() -> list[tuple[float, float]]:
-    """Return by stage a weight and a buffer, which begin as this rank's number."""
-    forget_earlier_group()
-    import deepspeed
+def weights_and_buffers_after_initialize() -> list[tuple[float, float, float]]:
+    """Return by stage, then under DDP, a weight, a buffer, and that after two passes.
 
-    found = []
-    for stage in range(4):
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "Adam"},
-            "zero_optimization": {"stage": stage},
-        }
-        load_chapter(CHAPTER)["deepspeed_setup"].prepare(config)
-        model = torch.nn.BatchNorm1d(4)
-        torch.nn.init.constant_(model.weight, dist.get_rank())
-        torch.nn.init.constant_(model.get_buffer("running_mean"), dist.get_rank())
-        engine: Any = deepspeed.initialize(model=model, config=config)[0]
-        with deepspeed.zero.GatheredParameters(model.weight, enabled=stage == 3):
-            weight = model.weight[0].item()
-        found.append((weight, model.get_buffer("running_mean")[0].item()))
-        engine.destroy()
-    return found
-
-
-def running_means_after_two_passes() -> list[float]:
-    """Return a running mean of inputs of this rank: by stage, then under DDP."""
+    The first two begin as this rank's number.
+    """
     forget_earlier_group()
     import deepspeed
 
     inputs, found = torch.full((2, 4), 4.0 * dist.get_rank()), []
-    for stage in range(4):
+    for stage in (*range(4), None):
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "Adam"},
             "zero_optimization": {"stage": stage},
         }
-        load_chapter(CHAPTER)["deepspeed_setup"].prepare(config)
         model = torch.nn.BatchNorm1d(4)
-        engine: Any = deepspeed.initialize(model=model, config=config)[0]
+        torch.nn.init.constant_(model.weight, dist.get_rank())
+        torch.nn.init.constant_(model.get_buffer("running_mean"), dist.get_rank())
+        wrapped: Any = None
+        if stage is None:
+            wrapped = DistributedDataParallel(model)
+        else:
+            load_chapter(CHAPTER)["deepspeed_setup"].prepare(config)
+            wrapped = deepspeed.initialize(model=model, config=config)[0]
+        with deepspeed.zero.GatheredParameters(model.weight, enabled=stage == 3):
+            weight = model.weight[0].item()
+        mean = model.get_buffer("running_mean")[0].item()
         for _ in range(2):
-            engine(inputs)
-        found.append(model.get_buffer("running_mean")[0].item())
-        engine.destroy()
-    model = torch.nn.BatchNorm1d(4)
-    ddp_model = DistributedDataParallel(model)
-    for _ in range(2):
-        ddp_model(inputs)
-    return [*found, model.get_buffer("running_mean")[0].item()]
-
-
-def test_buffers_follow_rank_zero_s_under_ddp_alone(zero_pools: Pools) -> None:
-    by_rank = zero_pools(2).run(running_means_after_two_passes, world_size=2)
-    # A tenth of each batch's mean, 4, is added to nine tenths of what was there before:
-    # of this rank's, or of rank 0's, which is 0.
-    apart = [pytest.approx(0.9 * 0.4 + 0.4)] * 4
-    assert by_rank == [[0.0] * 5, [*apart, pytest.approx(0.4)]]
+            wrapped(inputs)
+        found.append((weight, mean, model.get_buffer("running_mean")[0].item()))
+        if stage is not None:
+            wrapped.destroy()
+    return found
 
 
 def test_initialize_copies_rank_zero_s_weights_and_no_buffers(
     zero_pools: Pools,
 ) -> None:
     by_rank = zero_pools(2).run(weights_and_buffers_after_initialize, world_size=2)
-    assert by_rank == [[(0.0, 0.0)] * 4, [(0.0, 1.0)] * 4]
+    starts = [[found[:2] for found in one[:-1]] for one in by_rank]
+    assert starts == [[(0.0, 0.0)] * 4, [(0.0, 1.0)] * 4]
+    # After two passes: a tenth of a batch's mean, 4 on rank 1, is added to nine tenths
+    # of what was there: of its own 1, or under DDP of rank 0's, which stays 0.
+    apart = [pytest.approx(0.9 * (0.9 * 1 + 0.4) + 0.4)] * 4
+    passed = [[found[2] for found in one] for one in by_rank]
+    assert passed == [[0.0] * 5, [*apart, pytest.approx(0.4)]]
+
+
+def ends_with_a_frozen_group() -> list[str]:
+    """Give each stage a parameter group that is frozen; return the errors."""
+    forget_earlier_group()
+    import deepspeed
+
+    said = []
+    for stage in range(4):
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": stage},
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        load_chapter(CHAPTER)["deepspeed_setup"].prepare(config)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        model[0].requires_grad_(False)
+        groups = [{"params": list(layer.parameters())} for layer in model]
+        try:
+            engine: Any = deepspeed.initialize(
+                model=model, optimizer=torch.optim.AdamW(groups), config=config
+            )[0]
+        except IndexError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+            engine.destroy()
+    return said
+
+
+def test_stages_1_and_2_take_no_group_that_is_all_frozen(zero_pools: Pools) -> None:
+    wrong = "list index out of range"
+    by_rank = zero_pools(2).run(ends_with_a_frozen_group, world_size=2)
+    assert by_rank == [["", wrong, wrong, ""]] * 2
+    assert "with your parameter groups (none all frozen)" in words_of(CHAPTER)
 
 
 def start_on_two_hosts_without_pdsh() -> str:

@@ -658,6 +658,27 @@ def test_stage_0_in_bfloat16_makes_all_gradients_float32_for_adam(counted: Any) 
     assert checked == RANKS
 
 
+def test_autocast_keeps_bfloat16_copies_of_weights_in_forward() -> None:
+    layers = [torch.nn.Linear(64, 64, bias=False) for _ in range(3)]
+    copies: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 64 * 64:
+            copies.append(tensor)
+        return tensor
+
+    x = torch.ones(5, 64, requires_grad=True)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        torch.nn.Sequential(*layers)(x)
+    assert [tensor.dtype for tensor in copies] == [torch.bfloat16] * 3
+    ours = {layer.weight.untyped_storage().data_ptr() for layer in layers}
+    assert not ours & {tensor.untyped_storage().data_ptr() for tensor in copies}
+    assert "nothing in the step, but in forward 2 for bf16 copies" in words_of(ROOM)
+
+
 @pytest.mark.slow
 def test_ddp_in_autocast_takes_no_less_in_a_step() -> None:
     # In fp32: weights, gradients, moments; by default the buckets, and temporaries.

@@ -1504,7 +1504,9 @@ def refused_shards(rows: int) -> list[str]:
     return refused
 
 
-def test_all_optimizers_but_two_step_shards(worker_pool: WorkerPool) -> None:
+def test_optimizers_that_step_no_shards_or_no_uneven_ones(
+    worker_pool: WorkerPool,
+) -> None:
     two = ["Adafactor", "Rprop"]
     assert worker_pool.run(refused_shards, 4) == [two] * 2
     assert worker_pool.run(refused_shards, 5) == [["Adafactor", "LBFGS", "Rprop"]] * 2

@@ -912,6 +912,7 @@ def test_plan_without_norms_all_reduces_more_and_cannot_be_clipped(
         # Then `distribute_module` has been called, and the forward pass fails.
         assert len(said) == 4
         assert all("got mixed torch.Tensor and DTensor" in text for text in said)
+        assert said[-1].startswith("aten.embedding")  # of the positions
 
 
 def test_parallelize_module_unties_weights(worker_pool: WorkerPool) -> None:

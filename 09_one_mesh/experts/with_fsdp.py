@@ -25,7 +25,7 @@ def shard(model: Any, everyone: DeviceMesh, copies: DeviceMesh, divide: bool) ->
         fully_shard(expert, mesh=copies)
         if divide:
             # Not set_gradient_divide_factor: in float64 it divides twice with one copy;
-            # in float32 gloo lacks what it calls with more.
+            # in float32, with several, it calls a reduction that gloo lacks.
             expert.set_all_reduce_hook(lambda mean: mean.mul_(share))
     fully_shard(model, mesh=everyone)
 
