@@ -45,12 +45,13 @@ SMALL = {"layers": 1, "width": 32, "heads": 2}
 # How far weights may end apart: AdamW divides a small gradient by itself, rounding and
 # all. The text, another in each version of Python, has gradients near 0 or not.
 ROUNDED = 1e-4
+FEW = 256  # samples, of 512 or 1024
 FILE = "resumable.pt"  # what minimal_resumable.py saves, and chapter 06's takes up
 
 
 def train(
     script: str,
-    samples: int = 256,
+    samples: int = FEW,
     chapter: str = "03_ddp_torchrun",
     **sizes: Any,
 ) -> tuple[dict[str, torch.Tensor], str]:
@@ -79,7 +80,7 @@ def train(
         mock.patch.object(
             module,
             "WindowDataset",
-            lambda text, block_size, samples: dataset(text, 128, min(samples, 256)),
+            lambda text, block_size, samples: dataset(text, 128, min(samples, FEW)),
         ),
         contextlib.redirect_stdout(output),
     ):
@@ -192,6 +193,14 @@ class Died(Exception):
     """What ends a run in the middle."""
 
 
+def fewer_samples(module: Any, samples: int = FEW) -> Any:
+    """Replace a script's data sets by others of so many samples."""
+    dataset = module.WindowDataset
+    return mock.patch.object(
+        module, "WindowDataset", lambda text, *_, **__: dataset(text, 128, samples)
+    )
+
+
 def resumable(
     folder: str,
     dropout: float = 0.1,
@@ -254,6 +263,7 @@ def resumable(
         mock.patch.dict(os.environ, local_size),
         mock.patch.object(torch.distributed, "init_process_group"),
         mock.patch.multiple(module, GPTConfig=config, FILE=path, BATCH_SIZE=batch_size),
+        fewer_samples(module),
         mock.patch.object(module, "validation_loss", evaluate_or_die),
         mock.patch.object(module, "is_stopped", ask_or_die),
         mock.patch.object(torch, "save", save_or_die),
@@ -457,7 +467,7 @@ def test_the_schedule_ends_with_the_run_on_other_ranks_too(
     ((ended, *_),) = worker_pool.run(resumable, str(tmp_path), world_size=1)
     adams = [state["adam"] for state in (half, ended)]
     # One rank takes twice as many steps in an epoch.
-    assert [adam["state"][0]["step"] for adam in adams] == [8, 8 + 16]
+    assert [adam["state"][0]["step"] for adam in adams] == [4, 4 + 8]
     rates = [adam["param_groups"][0]["lr"] for adam in adams]
     assert rates == pytest.approx([1e-3, 0], abs=1e-9)
 
@@ -495,7 +505,7 @@ def test_ranks_that_do_not_find_the_same_file_are_stopped(
     assert (own / FILE).read_bytes() == before
 
 
-def refusal(folder: str, batch_size: int = 512) -> str | int | None:
+def refusal(folder: str, batch_size: int = FEW) -> str | int | None:
     """Train with as many samples in a batch as the data set has."""
     try:
         resumable(folder, batch_size=batch_size)
@@ -574,6 +584,7 @@ def end_with(folder: str, **replaced: Any) -> str:
             mock.patch.dict(os.environ, local_size),
             mock.patch.object(torch.distributed, "init_process_group"),
             mock.patch.multiple(module, GPTConfig=config, FILE=Path(folder, FILE)),
+            fewer_samples(module),
             contextlib.redirect_stdout(output),
         ):
             stack.enter_context(patch)
@@ -690,8 +701,8 @@ def test_the_loss_that_is_printed_is_that_of_the_model_that_is_saved(
     module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
     model = Normalised(None).eval()
     model.load_state_dict(torch.load(tmp_path / FILE)["model"])
-    held_out = module.WindowDataset(module.load_text(None, 128)[1], 128, 512)
-    _, inputs, labels = next(iter(torch.utils.data.DataLoader(held_out, 512)))
+    held_out = module.WindowDataset(module.load_text(None, 128)[1], 128, FEW)
+    _, inputs, labels = next(iter(torch.utils.data.DataLoader(held_out, FEW)))
     assert printed == pytest.approx(model(inputs, labels).item(), abs=6e-4)
 
 
@@ -728,8 +739,8 @@ def test_a_second_module_is_evaluated_as_it_is_saved(
     module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
     mean = torch.optim.swa_utils.AveragedModel(Normalised(None)).eval()
     mean.load_state_dict(torch.load(tmp_path / FILE)["mean"])
-    held_out = module.WindowDataset(module.load_text(None, 128)[1], 128, 512)
-    _, inputs, labels = next(iter(torch.utils.data.DataLoader(held_out, 512)))
+    held_out = module.WindowDataset(module.load_text(None, 128)[1], 128, FEW)
+    _, inputs, labels = next(iter(torch.utils.data.DataLoader(held_out, FEW)))
     assert printed == pytest.approx(mean(inputs, labels).item(), abs=6e-4)
 
 
@@ -866,16 +877,8 @@ def test_what_was_in_eval_is_so_after_an_evaluation(
 # --- Sharded: resumed from DCP's folders, or from the file of a run of DDP. ----------
 
 
-def fewer_samples(module: Any, samples: int) -> Any:
-    """Replace a script's data set by one of so many samples."""
-    dataset = module.WindowDataset
-    return mock.patch.object(
-        module, "WindowDataset", lambda text, **sizes: dataset(text, 128, samples)
-    )
-
-
 def sharded(
-    folder: str, lost: str = "", samples: int = 512, **sizes: Any
+    folder: str, lost: str = "", samples: int = FEW, **sizes: Any
 ) -> tuple[str, str]:
     """Run chapter 06's minimal_resumable.py there, a smaller GPT.
 
@@ -2311,7 +2314,7 @@ def resumable_with_zero(
     adam = partial(by_groups, torch.optim.AdamW) if has_groups else torch.optim.AdamW
 
     def noted(engine: Any, dataset: Any) -> float:
-        assert len(dataset) == 512 and engine.gradient_clipping() == 1.0
+        assert len(dataset) == FEW and engine.gradient_clipping() == 1.0
         buffers = [buffer.contiguous() for buffer in engine.module.buffers()]
         assert load_chapter("05_deepspeed_zero")["ranks"].same_on_all_ranks(buffers)
         loss = load(engine, dataset)
@@ -2329,6 +2332,7 @@ def resumable_with_zero(
             join=mock.Mock(),
             held_out_loss=noted,
         ),
+        fewer_samples(module),
         mock.patch.object(torch.optim, "AdamW", adam),
         contextlib.redirect_stdout(output),
     ):
@@ -2342,7 +2346,7 @@ def resumable_with_zero(
     if engines and stage < 3:
         weights |= engines[-1].module.state_dict()  # in stage 1 the other has no frozen
     states = [s for one in engines for s in one.optimizer.optimizer.state.values()]
-    assert {int(state["step"]) for state in states} in (set(), {2 * 8})
+    assert {int(state["step"]) for state in states} in (set(), {2 * 4})
     said = re.findall(r"^\d ranks: .*|^epoch .*", output.getvalue(), re.M)
     rates = [rate for engine in engines for rate in engine.get_lr()]
     return "\n".join(said), weights, rates
@@ -2449,7 +2453,7 @@ def test_own_model_keeps_its_running_means_and_its_frozen_weights(
 
     (said, whole, _), _ = run(2, 3.0)
     assert len(whole) == 15 + 1 + 5  # two weights of the BatchNorm and three buffers
-    assert whole["frozen"] == 3.0 and whole["norm.num_batches_tracked"] == 16 * 2
+    assert whole["frozen"] == 3.0 and whole["norm.num_batches_tracked"] == 8 * 2
     shutil.rmtree(tmp_path / "saved/epoch_2")
     (tmp_path / "saved/latest").write_text("epoch_1")
     (then, resumed, _), _ = run(2, 4.0)  # as if it were drawn, and otherwise

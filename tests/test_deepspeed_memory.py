@@ -274,7 +274,7 @@ def test_examples_of_the_chapter_are_the_paper_s_formula() -> None:
     assert [f"{7 * eval(each):g}" for each, _ in sums] == [given for _, given in sums]
     # By hand a shard of gradients is in fp32: 2 + 4/n + 12/n, on two ranks stage 1's.
     assert 2 + 4 / 2 + 12 / 2 == kept(1, 1, 2) > kept(1, 2, 2)
-    assert "Whole bf16 gradients take 2, so two ranks save nothing." in words
+    assert "on two ranks 2, as much as whole bf16 gradients." in words
     for stage, each in enumerate(
         ["16", "4 + 12/n", "2 + 14/n, or 2 + 16/n if *m* > 1", "16/n"]
     ):

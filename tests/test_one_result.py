@@ -350,7 +350,7 @@ SABOTAGE: dict[str, tuple[str, str, Any, str]] = {
 }
 
 
-FEW = 3  # steps, where many ways are trained
+FEW = 2  # steps, where many ways are trained
 
 
 @contextlib.contextmanager
