@@ -44,7 +44,7 @@ class StopSignal:
     """Ends all ranks after the same step, whichever of them gets a signal first.
 
     In each step they add up how many signals they have noted, and all leave when the
-    sum is not 0. A rank that left by itself would keep the others waiting.
+    sum is not 0. A rank that left by itself would make the others wait, or fail.
     """
 
     def __init__(self, number: int = signal.SIGUSR1, has_workers: bool = False) -> None:

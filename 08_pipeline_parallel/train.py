@@ -123,7 +123,8 @@ def main(options: argparse.Namespace) -> None:
         stages if len(stages) > 1 else stages[0],
         n_microbatches=n,
         loss_fn=lambda *both: staged_gpt.token_loss(*both) / n,
-        # Each of a rank's stages would divide its gradients, a tied matrix's twice.
+        # Each of a rank's stages would divide its gradients, a part of a tied
+        # matrix's twice.
         scale_grads=False,
     )
     tally = data.Tally(train_set, loader.sampler)

@@ -709,20 +709,25 @@ def test_sum_of_two_half_precisions_is_wrong_and_plausible(
     ]
 
 
-def received_by_a_wider_type() -> list[float]:
-    """Broadcast eight bytes to a rank that has room for sixteen."""
-    x = torch.tensor([1.5, 2.5])
-    if dist.get_rank() == 1:
-        x = torch.zeros(2, dtype=torch.int64)
-    dist.broadcast(x, src=0)
-    return x.tolist()
+def received_by_a_wider_type() -> list[list[int]]:
+    """Send eight bytes in four ways to rank 1, which has room for sixteen."""
+    is_sender = dist.get_rank() == 0
+    given, got = torch.tensor([1.5, 2.5]), torch.zeros(4, 2, dtype=torch.int64)
+    dist.broadcast(given if is_sender else got[0], src=0)
+    room = torch.empty(2) if is_sender else got[1]
+    dist.scatter(room, [given, given] if is_sender else None, src=0)
+    rows = None if is_sender else [got[2], torch.zeros(2, dtype=torch.int64)]
+    dist.gather(given if is_sender else torch.ones(2, dtype=torch.int64), rows, dst=1)
+    dist.send(given, 1) if is_sender else dist.recv(got[3], 0)
+    return got.tolist()
 
 
 def test_too_few_bytes_are_no_error_either(worker_pool: WorkerPool) -> None:
-    assert worker_pool.run(received_by_a_wider_type) == [
-        [1.5, 2.5],
-        [4620693218751676416, 0],
-    ]
+    _, got = worker_pool.run(received_by_a_wider_type)
+    assert [first for first, _ in got] == [4620693218751676416] * 4
+    # In gather's result, after what was sent, stands whatever was in memory.
+    by_broadcast, by_scatter, _, by_recv = (rest for _, rest in got)
+    assert (by_broadcast, by_scatter, by_recv) == (0, 0, 0)
 
 
 def broadcast_two_into_three() -> list[float]:
@@ -904,6 +909,7 @@ def wait_for_a_rank_that_ends() -> str:
     """Wait without a timeout of one's own for a rank that leaves; return the error."""
     group: Any = dist.new_group(timeout=timedelta(seconds=1))
     if dist.get_rank() == 1:
+        time.sleep(0.5)  # had it left before, rank 0's error might not name it
         dist.destroy_process_group(group)
         return ""
     try:

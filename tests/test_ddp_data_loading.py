@@ -6,6 +6,8 @@ import mmap
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -19,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -637,6 +640,41 @@ def error_of(call: Callable[[], object]) -> str:
     return ""
 
 
+# A worker looks for its parent each 5 s; here, to be quick, each 0.2 s.
+KILLED = """\
+import sys, time
+import torch.utils.data._utils.worker as worker
+from torch.utils.data import DataLoader
+
+def look_often(number):
+    worker.MP_STATUS_CHECK_INTERVAL = 0.2
+
+if __name__ == "__main__":
+    ways = dict(multiprocessing_context=sys.argv[1], worker_init_fn=look_often)
+    batches = iter(DataLoader(range(1000), num_workers=1, **ways))
+    next(batches)
+    print(batches._workers[0].pid, flush=True)
+    time.sleep(300)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fork", "spawn", "forkserver"])
+def test_only_forkserver_s_workers_outlive_a_killed_rank(
+    tmp_path: Path, way: str
+) -> None:
+    (tmp_path / "killed.py").write_text(KILLED)
+    command = [sys.executable, tmp_path / "killed.py", way]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        worker = psutil.Process(int(rank.stdout.readline()))
+        rank.kill()
+    _, alive = psutil.wait_procs([worker], timeout=60 if way != "forkserver" else 5)
+    assert alive == [worker] * (way == "forkserver")
+    if alive:
+        worker.kill()
+
+
 def copied_lines() -> dict[str, str]:
     """Return the errors of lines that are in many scripts, here without a GPU."""
     local_rank, layer = dist.get_rank(), torch.nn.Linear(1, 1)
@@ -650,6 +688,8 @@ def copied_lines() -> dict[str, str]:
         "unset": lambda: torch.cuda.set_device(-1),
         "negative": lambda: torch.device("cuda", -1),
         "unset text": lambda: torch.cuda.set_device("-1"),
+        "a text of it": lambda: torch.device("cuda:-1"),
+        "to unset": lambda: torch.ones(1).to(-1),
         "device_ids": lambda: DistributedDataParallel(layer, [local_rank]),
         "shuffle": lambda: DataLoader(numbers, sampler=sampler, shuffle=True),
         "sampler": lambda: DataLoader(stream, sampler=sampler),
@@ -674,6 +714,8 @@ def test_copied_lines_fail_without_a_gpu(worker_pool: WorkerPool) -> None:
     assert found["unset"] == ""
     assert found["negative"] == "RuntimeError: Device index must not be negative"
     assert found["unset text"] == "RuntimeError: Invalid device string: '-1'"
+    assert found["a text of it"] == "RuntimeError: Invalid device string: 'cuda:-1'"
+    assert found["to unset"] == "RuntimeError: Device index must not be negative"
     words = "ValueError: DistributedDataParallel device_ids and output_device arguments"
     assert found["device_ids"].startswith(words)
     assert (

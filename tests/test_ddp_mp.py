@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import runpy
@@ -595,7 +596,11 @@ def test_cross_entropy_on_one_logit_has_no_gradient() -> None:
 def test_adam_hardly_notices_a_sum_in_place_of_the_mean() -> None:
     # It divides by the gradient's own size, so that a missing "/ world_size" can hide.
     def train(
-        optimizer_class: Any, factor: float, steps: int = 30, **options: Any
+        optimizer_class: Any,
+        factor: float,
+        steps: int = 30,
+        clip: float = math.inf,
+        **options: Any,
     ) -> torch.Tensor:
         torch.manual_seed(0)
         model, batch = torch.nn.Linear(8, 1), torch.randn(64, 8)
@@ -603,6 +608,7 @@ def test_adam_hardly_notices_a_sum_in_place_of_the_mean() -> None:
         for _ in range(steps):
             optimizer.zero_grad()
             (model(batch).square().mean() * factor).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
         return model.weight.detach()
 
@@ -616,6 +622,8 @@ def test_adam_hardly_notices_a_sum_in_place_of_the_mean() -> None:
     assert difference(Adam, weight_decay=0.1) > 1e-3
     assert difference(Adam, eps=1e-2) > 1e-3
     assert difference(SGD) > 0.05
+    # Nor does who clips, if both are longer than that: the clipped sum is that mean.
+    assert difference(SGD, clip=0.01) < 1e-6
     start, step, longer = (train(SGD, f, n) for f, n in ((1, 0), (1, 1), (4, 1)))
     torch.testing.assert_close(longer - start, 4 * (step - start))
 
@@ -639,6 +647,25 @@ def test_fresh_processes_draw_different_random_numbers() -> None:
     assert [len(numbers) for numbers in first] == [8, 8]
     # A generator of one's own always starts from the same seed.
     assert first[0] != second[0] and first[1] == second[1]
+
+
+def draw_into(queue: Any) -> None:
+    """Put eight numbers there, as a rank would that is not seeded."""
+    queue.put(torch.rand(8).tolist())
+
+
+def drawn_by_forks() -> list[list[float]]:
+    """Let two forks of this rank draw, as `mp.start_processes` can start ranks."""
+    queue = torch.multiprocessing.get_context("fork").SimpleQueue()
+    torch.multiprocessing.start_processes(
+        lambda _, queue: draw_into(queue), (queue,), 2, start_method="fork"
+    )
+    return [queue.get() for _ in range(2)]
+
+
+def test_forks_that_are_not_seeded_draw_alike(worker_pool: WorkerPool) -> None:
+    ((first, second),) = worker_pool.run(drawn_by_forks, world_size=1)
+    assert len(first) == 8 and first == second
 
 
 def points_drawn_by_each_rank(seed_by_rank: bool) -> list[tuple[float, ...]]:

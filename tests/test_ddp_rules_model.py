@@ -158,12 +158,16 @@ def test_sampler_or_mean_that_is_wrong_is_noticed(
 
 
 def three_means(samples: int) -> list[float]:
-    """Return a loss by means of padded and unpadded shards, and by sums and counts."""
+    """Return a loss by means of padded and unpadded shards, and by sums and counts.
+
+    The last is by the sums and counts of padded shards.
+    """
     losses, data = torch.exp(-torch.arange(samples)), range(samples)
     padded = losses[list(DistributedSampler(data, shuffle=False))]  # type: ignore
     own = losses[dist.get_rank() :: dist.get_world_size()]
     means = sampler.mean_of_means
-    return [means(padded), means(own), sampler.mean_by_counts(own)]
+    by_counts = sampler.mean_by_counts
+    return [means(padded), means(own), by_counts(own), by_counts(padded)]
 
 
 def means_of_halves() -> list[float]:
@@ -182,14 +186,19 @@ def test_padding_biases_a_mean_and_sums_with_counts_do_not(
         torch.cat([losses, losses[:2]]).mean().item(),
         statistics.mean(losses[rank::3].mean().item() for rank in range(3)),
         true,
+        # Counted are then the repeated samples too.
+        torch.cat([losses, losses[:2]]).mean().item(),
     ]
     assert due[0] > 1.4 * true and due[1] < 0.95 * true
     by_rank = worker_pool.run(three_means, 7, world_size=3)
     assert by_rank == [pytest.approx(due, rel=1e-6)] * 3
+    # If the ranks divide the samples, all four are right.
+    (found, *_) = worker_pool.run(three_means, 6, world_size=3)
+    assert found == [pytest.approx(losses[:6].mean().item())] * 4
     # A rank may have no sample at all: of two samples, the third rank has none.
     by_rank = worker_pool.run(three_means, 2, world_size=3)
     true = losses[:2].mean().item()
-    assert [counted for _, _, counted in by_rank] == [pytest.approx(true)] * 3
+    assert [counted for _, _, counted, _ in by_rank] == [pytest.approx(true)] * 3
     assert worker_pool.run(means_of_halves, world_size=3) == [[2, 3]] * 3
 
 
@@ -784,24 +793,27 @@ def test_rank_that_alone_uses_a_layer_waits_in_vain(worker_pool: WorkerPool) -> 
         assert outcomes[0] == "local" and outcomes[1].startswith(LATE)
 
 
-def all_reduces_of_a_step(setting: dict[str, Any]) -> int:
-    """Count the all-reduces that DDP starts in a step that uses all layers."""
+def all_reduces_of_steps(setting: dict[str, Any]) -> list[int]:
+    """Count the all-reduces that DDP starts in two steps that use all layers."""
     model = unused_parameters.build_detour()
     ddp_model = DistributedDataParallel(model, **setting)
-    calls: dict[str, int] = {}
+    found = []
     for _ in range(2):  # the first is not like the others
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             unused_parameters.local_loss(ddp_model, dist.get_rank(), "all").backward()
         calls = {event.key: event.count for event in profiler.key_averages()}
-    return calls.get("c10d::allreduce_", 0)
+        found.append(calls.get("c10d::allreduce_", 0))
+    return found
 
 
 def test_looking_for_unused_parameters_all_reduces(
     worker_pool: WorkerPool,
 ) -> None:
-    both = FIND | STATIC  # then the first step alone asks
-    for setting, count in (({}, 1), (STATIC, 1), (FIND, 2), (both, 1)):
-        assert worker_pool.run(all_reduces_of_a_step, setting) == [count] * 2
+    both = FIND | STATIC  # then the first step alone asks, as with STATIC by itself
+    due = (({}, [1, 1]), (STATIC, [2, 1]), (FIND, [2, 2]), (both, [2, 1]))
+    assert len(due) == 4
+    for setting, counts in due:
+        assert worker_pool.run(all_reduces_of_steps, setting) == [counts] * 2
 
 
 def relative_times(rounds: int) -> list[float]:

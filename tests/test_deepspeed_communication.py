@@ -341,6 +341,40 @@ def test_latencies_of_comms_logger_are_running_totals(zero_pools: Pools) -> None
         assert latencies[-1] - latencies[0] < took < sum(latencies) / 3
 
 
+def bytes_as_logged() -> dict[str, list[int]]:
+    """Log calls on a tensor that has 4,000 bytes for each rank; return their bytes."""
+    forget_earlier_group()
+    import deepspeed
+    from deepspeed import comm
+    from deepspeed.comm.comm import comms_logger
+
+    setup = load_chapter(ROOM)["deepspeed_setup"]
+    setup.prepare({"optimizer": {"params": {}}})
+    deepspeed.init_distributed("gloo")
+    part, ranks = torch.ones(1000), torch.distributed.get_world_size()
+    whole = torch.ones(1000 * ranks)
+    comm.configure(enabled=True, prof_all=True, verbose=False)
+    comms_logger.reset_data()
+    comm.all_gather_into_tensor(whole, part)
+    comm.all_gather([torch.ones(1000) for _ in range(ranks)], part)
+    comm.reduce_scatter_tensor(part, whole)
+    comm.all_reduce(whole)
+    comm.broadcast(whole, 0)
+    comm.broadcast_object_list([part], 0)
+    found = {name: list(sizes) for name, sizes in comms_logger.get_raw_data().items()}
+    comms_logger.reset_data()
+    comm.configure(enabled=False)
+    return found
+
+
+def test_of_an_all_gather_comms_logger_takes_one_ranks_part(zero_pools: Pools) -> None:
+    parts = ("all_gather_into_tensor", "all_gather")
+    wholes = ("reduce_scatter_tensor", "all_reduce", "broadcast")
+    due = {**dict.fromkeys(parts, [4000]), **dict.fromkeys(wholes, [8000])}
+    due["broadcast_object_list"] = [0]
+    assert zero_pools(2).run(bytes_as_logged, world_size=2) == [due] * 2
+
+
 def logged_with_every_switch() -> tuple[list[str], str, str]:
     """Log two calls with `verbose` and `debug`; return names, lines and the summary."""
     forget_earlier_group()

@@ -1627,6 +1627,11 @@ def test_unfreezing_later_does_nothing_and_freezing_stops_gradients_alone(
         [0, *(second for _, second in stages[1:])] for stages in by_zeros
     ]
     assert by_zeros[0][1][1] > 0.15
+    # Offloaded, it keeps its last gradient, and steps by that again and again.
+    steps += steps[:1]
+    offloaded = partial(frozen, stages=(1, 2, 3), offloaded=True)
+    assert run(offloaded, *steps) == [[[1, 10]] * 3] * 2
+    assert run(frozen, *steps) == [[[1, 0]] * 4] * 2
     page = " ".join((FOLDER / "README.md").read_text("utf-8").split())
     assert "unfreezing after `initialize`. A layer frozen then may move on." in page
 
@@ -1644,6 +1649,12 @@ def test_two_backwards_before_a_step_lose_the_first_in_stages_1_and_2(
     assert two == [[[11, 110], [5, 50], [5, 50], [11, 110]]] * 2
     two = run(partial(of_two, only_first=True), [[OF_BOTH], [tens]])
     assert two == [[[10.5, 105]] * 4] * 2
+    # Offloaded, stage 2 adds micro-batches up elsewhere, if there are several.
+    offloaded = partial(moved_in_all_stages, stages=(1, 2, 3), offloaded=True)
+    two = run(offloaded, [[OF_BOTH], [tens]])
+    assert two == [[[10, 100], [10, 100], [11, 110]]] * 2
+    two = run(partial(offloaded, micro_batches=2), [[OF_BOTH], [tens]])
+    assert two == [[[5, 50], [11, 110], [11, 110]]] * 2
     # Sums in fp32, under bf16, lose none. (A weight of 1 less 11 is exact in bf16.)
     for micro_batches in (1, 2):
         bf16 = partial(moved_in_all_stages, stages=(1, 2), bf16=ON)

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -1085,6 +1086,27 @@ def test_the_root_stays_whole_after_an_evaluation_until_reshard(
         assert distance > 1e-3 if by == "forward alone" else distance < 1e-5
 
 
+def sharded_after_an_evaluation() -> list[list[bool]]:
+    """Evaluate models whose root is told to be freed or not; are weights shards then?"""
+    found, mesh = [], init_device_mesh("cpu", (2,))
+    for at_the_root in (None, True, False):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh, reshard_after_forward=at_the_root)
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        found.append([isinstance(weight, DTensor) for weight in model.parameters()])
+    return found
+
+
+def test_a_root_that_is_told_to_reshard_is_freed_after_an_evaluation(
+    worker_pool: WorkerPool,
+) -> None:
+    stays, freed = [True, True, False, False], [True] * 4
+    found = worker_pool.run(sharded_after_an_evaluation)
+    assert found == [[stays, freed, stays]] * 2
+
+
 def loaded_after_an_evaluation(reshard: bool, broadcast: bool) -> str | list[float]:
     """Load a whole file into a root that was evaluated; return the weights, or why."""
     model: Any = nn.Linear(2, 2, bias=False)
@@ -1443,6 +1465,15 @@ def saved_before_the_first_step(folder: Path, kind: str) -> tuple[float, str]:
     late.model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(RuntimeError) as told:
         dcp.load({"run": late}, checkpoint_id=folder)
+    if name == "AdamW":  # what it guards against: PyTorch's own loads none, and is silent
+        model, adam = late.model, late.optimizer
+        of_model, of_adam = get_state_dict(model, adam)
+        assert of_adam["state"] == {}
+        dcp.load({"run": {"model": of_model, "optimizer": of_adam}}, checkpoint_id=folder)
+        set_state_dict(
+            model, adam, model_state_dict=of_model, optim_state_dict=of_adam
+        )
+        assert len(adam.state) == 0
     return apart, str(told.value)
 
 

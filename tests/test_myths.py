@@ -269,6 +269,28 @@ def test_port_0_is_chosen_by_the_system_and_told_to_nobody() -> None:
         dist.TCPStore("127.0.0.1", 0, is_master=False, timeout=limit)
 
 
+def test_causal_models_of_hugging_face_shift_the_labels() -> None:
+    # They want a copy of the inputs, where chapter 03's GPT wants the next tokens.
+    import transformers
+
+    tokens, counted = torch.arange(12).view(2, 6), 0
+    ends = {"vocab_size": 16, "bos_token_id": None, "eos_token_id": None}
+    widths = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    configs = [
+        transformers.GPT2Config(**ends, n_embd=8, n_layer=1, n_head=2),
+        transformers.Qwen2Config(**ends, **widths, **heads),
+    ]
+    for config in configs:
+        model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
+        found = model(input_ids=tokens, labels=tokens)
+        of_next = found.logits[:, :-1].flatten(0, 1)
+        due = cross_entropy(of_next, tokens[:, 1:].flatten())
+        torch.testing.assert_close(found.loss, due)
+        counted += 1
+    assert counted == 2
+
+
 # --- 03: older texts. ----------
 
 
@@ -531,6 +553,14 @@ def moments_loaded_from_ddp() -> dict[str, tuple[int, int]]:
     sharded = torch.optim.AdamW(model.parameters())
     with pytest.raises(KeyError, match=r"state\.0\.step"):
         states.set_optimizer_state_dict(model, sharded, numbered, options=options)
+    # Without options whole tensors become the state, and no step can be taken.
+    for saved in (numbered, named):
+        fully_shard(model := new_model(), mesh=mesh)
+        sharded = torch.optim.AdamW(model.parameters())
+        states.set_optimizer_state_dict(model, sharded, saved)
+        model(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
+            sharded.step()
     return found
 
 

@@ -197,6 +197,7 @@ def test_logits_outweigh_the_state_of_an_8b() -> None:
     assert state == 16 * 8_030_261_248 / 8
     assert kinds["temporaries"] > logits > 3 * state
     assert [round(x / 2**30) for x in (logits, state)] == [47, 15]
+    assert published_runs.predicted_gib(run) == pytest.approx(run.gib, rel=0.01)
 
 
 def test_published_plans_fit_their_devices() -> None:
