@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -905,6 +906,13 @@ def test_calculator_speaks_for_the_rank_that_needs_the_most() -> None:
     # they have a part of: 8, 9 and 12 values (see above), so the last rank's gradients.
     assert [module("added").fullest_rank([8, 9, 3], n) for n in (1, 3)] == [0, 2]
     assert module("added").fullest_rank([10, 7, 3], 3) == 1
+    drawn, added, counted = random.Random(0), module("added"), 0
+    for ranks in range(1, 12):
+        sizes = [drawn.randint(1, 30) for _ in range(drawn.randint(1, 9))]
+        own = [sum(added.own_tensors(sizes, rank, ranks)) for rank in range(ranks)]
+        assert own[added.fullest_rank(sizes, ranks)] == max(own)
+        counted += 1
+    assert counted == 11
     job = fit.job_of_shape("7B")
     run = module("added").Run(job.sizes, 2, 0, 16, "bf16")
     gradients = [
@@ -1003,6 +1011,20 @@ def test_whether_it_fits_is_decided_by_the_larger_peak() -> None:
     # Of stage 1 on cards of 80 GB, three are enough: any number, not a power of two.
     needs = [fit.rank_bytes(job, 1, ranks)["need"] / 1e9 for ranks in (2, 3)]
     assert needs[1] < 80 < needs[0] and fit.fewest_ranks(job, 1, 80e9) == 3
+
+
+def test_more_ranks_may_need_more_each() -> None:
+    fit = module("will_it_fit")
+    # Two tables, of which a shard on 12 ranks may touch both, and on 16 none does.
+    tables = fit.Job([128_000_000] * 2, None, bucket=5_000_000, activations=0)
+    needs = [fit.rank_bytes(tables, 1, ranks)["need"] for ranks in range(1, 40)]
+    few = fit.fewest_ranks(tables, 1, min(needs))
+    assert few == needs.index(min(needs)) + 1 < 39 and max(needs[few:]) > needs[few - 1]
+    # Adapters: one rank has no weights to gather, two gather nearly the whole model.
+    frozen = (4_000_000,) * 80
+    lora = fit.Job([8192] * 160, None, frozen=frozen, bucket=5_000_000, activations=0)
+    one, two = (fit.rank_bytes(lora, 3, ranks)["need"] for ranks in (1, 2))
+    assert one < 0.8 * two and fit.fewest_ranks(lora, 3, one) == 1
 
 
 @pytest.mark.parametrize(

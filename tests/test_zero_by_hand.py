@@ -376,8 +376,8 @@ def test_stage_1_alone_takes_parameters_that_some_ranks_use(
             assert of_stage["heads.0.weight"] > 0.01 < of_stage["heads.1.weight"]
             assert of_stage["heads.2.weight"] == 0  # which no rank uses
     assert (
-        "In stages 2 and 3 all ranks must use the same parameters in the same order, "
-        "or silently mix up gradients and weights" in words_of(CHAPTER)
+        "and use the same parameters in the same order on all ranks, or gradients and "
+        "weights silently mix up" in words_of(CHAPTER)
     )
 
 
@@ -1194,10 +1194,61 @@ def test_stage_3_takes_activation_checkpointing_if_it_is_reentrant(
         assert (found.nbytes, found.clears) == (0, not is_left)
     assert len(results) == 3
     page = words_of(CHAPTER)
-    assert (
-        "otherwise recomputation stops before the last hook, and `parameters()` "
-        "afterwards yields a block's last layer whole"
-    ) in page
+    assert "activation checkpointing takes `use_reentrant=True`." in page
+
+
+def moved_in_stage_3(when: str) -> list[bool]:
+    """Change something before or after a model is sharded; which weights move then?"""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(when != "unfrozen after")
+    early = torch.optim.SGD(model.parameters(), 0.1)
+    sharded_model = script("zero_3").FullySharded(model)
+    model[0].requires_grad_(when != "frozen after")
+    late = torch.optim.SGD(sharded_model.parameters(), 0.1)
+    before = sharded_model.full_parameters()
+    sharded_model(torch.ones(3, 4)).square().mean().backward()
+    sharded_model.finish_gradient_sync()
+    (early if when == "optimizer before" else late).step()
+    after = sharded_model.full_parameters()
+    return [not torch.equal(after[name], before[name]) for name in before]
+
+
+def test_stage_3_takes_what_is_frozen_before_and_an_optimizer_from_after(
+    worker_pool: WorkerPool,
+) -> None:
+    due = {
+        "as it should be": [True] * 4,
+        "frozen after": [True] * 4,
+        "unfrozen after": [False, False, True, True],
+        "optimizer before": [False] * 4,
+    }
+    assert len(due) == 4
+    for when, moved in due.items():
+        assert worker_pool.run(moved_in_stage_3, when) == [moved] * 2
+
+
+def evaluated_with_running_means(stage: int) -> float:
+    """Train a model with BatchNorm for a while; evaluate it on the same input."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    ways: Any = script(f"zero_{stage}")
+    wrapped, optimizer, finish = getattr(ways, f"stage_{stage}")(model, False)
+    for step in range(3):
+        torch.manual_seed(2 * step + dist.get_rank())
+        wrapped(torch.randn(8, 4)).square().mean().backward()
+        finish()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return wrapped.eval()(torch.ones(1, 4)).item()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_running_means_are_each_rank_s_own(worker_pool: WorkerPool, stage: int) -> None:
+    one, other = worker_pool.run(evaluated_with_running_means, stage)
+    assert abs(one - other) > 1e-3
+    assert "Buffers, such as BatchNorm's, differ by rank." in words_of(CHAPTER)
 
 
 def whole_bytes(model: Any) -> int:
@@ -1628,7 +1679,7 @@ def test_stage_3_casts_all_that_a_module_is_given(worker_pool: WorkerPool) -> No
         assert "must be a matrix, got 1-D tensor" in found["refused"]
         torch.testing.assert_close(found["silent"], [[1.0] * 4] * 2)
     page = words_of(CHAPTER)
-    assert "finds a shard: it fails or is silently wrong" in page
+    assert "as `nn.MultiheadAttention` does, fails or is silently wrong" in page
 
 
 # --- Memory. ----------

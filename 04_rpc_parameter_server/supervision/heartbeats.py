@@ -47,7 +47,10 @@ def host_store(address: str, port: int = 0) -> dist.TCPStore:
 
 
 def reach_store(address: str, port: int, patience: float) -> dist.TCPStore:
-    """Connect to another process's store, or raise TimeoutError after `patience` s."""
+    """Connect to another process's store, or raise TimeoutError after `patience` s.
+
+    If what listens there is no store, and does not answer, this waits without an end.
+    """
     deadline = time.monotonic() + patience
     while True:  # a plain socket knocks first: TCPStore fills the screen while it waits
         try:

@@ -34,7 +34,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """A drop-in for any optimizer that treats each number by itself, as Adam does.
 
     It has state, and master weights of `master_dtype` if given, for local shards alone.
-    With master weights, load the model's before: a step undoes what else changes them.
+    With these, load the model's before: a step undoes other changes. No buffer is sent.
     """
 
     def __init__(

@@ -60,8 +60,10 @@ class ShardedParameter:
 class FullySharded(nn.Module):
     """A module whose parameters, gradients and optimizer state are sharded.
 
-    Any optimizer takes its parameters, which are this rank's shards. A module finds its
-    own whole, not its children's. For activation checkpointing, use_reentrant=True.
+    Any optimizer made after it takes its parameters, which are this rank's shards. A
+    module finds its own whole, not its children's. Freeze and unfreeze before. Buffers
+    are rank 0's at first, then each rank's own. For activation checkpointing,
+    use_reentrant=True.
 
     All ranks must use the same modules in the same order: else they mix up gradients
     and weights, without an error. Likewise, a step between a forward and its backward

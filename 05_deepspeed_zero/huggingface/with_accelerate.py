@@ -57,7 +57,10 @@ def train_with_accelerate(
 
 
 def save_and_load(accelerator: Accelerator, model: Any, folder: str) -> bool:
-    """Save, lose the weights, load; all call this. Return whether they are back."""
+    """Save, lose the weights, load; all call this. Return whether they are back.
+
+    In stage 3 gather them to compare: between passes most are empty tensors.
+    """
     accelerator.save_state(folder)  # to resume: every rank writes its shards
     accelerator.save_model(model, f"{folder}/weights")  # rank 0: model.safetensors
     saved = [p.detach().clone() for p in model.parameters()]

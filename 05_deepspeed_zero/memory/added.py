@@ -51,7 +51,11 @@ def own_tensors(sizes: list[int], rank: int, world_size: int) -> list[int]:
 
 def fullest_rank(sizes: list[int], world_size: int) -> int:
     """Return the rank whose `own_tensors` have the most values: it needs the most."""
-    values = [sum(own_tensors(sizes, rank, world_size)) for rank in range(world_size)]
+    shard, place, values = shard_length(sum(sizes), world_size), 0, [0] * world_size
+    for n in sizes:
+        for rank in range(place // shard, -(-(place + n) // shard)):
+            values[rank] += n
+        place += n
     return values.index(max(values))
 
 

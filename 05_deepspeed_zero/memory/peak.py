@@ -5,7 +5,6 @@ flat buffer, to be sent or for Adam, and Adam allocates temporaries. Found by re
 DeepSpeed 0.19.8 and PyTorch 2.13.0; memory_per_rank.py compares it with what it counts.
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -186,11 +185,8 @@ def rank_bytes(job: Job, stage: int, world_size: int) -> dict[str, float]:
 def fewest_ranks(job: Job, stage: int, memory: float) -> int | None:
     """Return the fewest ranks, up to 1024, that need no more than `memory` each.
 
-    Found by bisection, as on more ranks each needs less: but in stage 2, where a rank
-    keeps whole tensors, at times about 1 % more, so that fewer might just do.
+    All are tried, for on more ranks each may need more: in stage 3 from one to two,
+    if most weights are frozen, and in stages 1 and 2 if few tensors are most of them.
     """
-    ranks = range(1, 1025)
-    index = bisect_left(
-        ranks, True, key=lambda n: rank_bytes(job, stage, n)["need"] <= memory
-    )
-    return ranks[index] if index < len(ranks) else None
+    fits = (n for n in range(1, 1025) if rank_bytes(job, stage, n)["need"] <= memory)
+    return next(fits, None)

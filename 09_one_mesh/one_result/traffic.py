@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # What PyTorch's dispatcher calls the collectives, and what the calls are known as. The
-# second part is where the message is among the arguments: for a gather that is what a
-# rank gives, for a reduce-scatter what it takes part in with.
+# second part is where the message is among the arguments: for an all-gather that is
+# what all end with, for a reduce-scatter what each starts with.
 COLLECTIVES = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -33,7 +33,8 @@ BYTES_SENT, BYTES_SENT_AGAIN = 200, 208
 class CollectiveCounter(TorchDispatchMode):
     """While it is active, notes this thread's collectives, whoever calls them.
 
-    It misses functional collectives, which DTensor and `torch.compile` use. So it sees
+    It misses functional collectives, which DTensor and `torch.compile` use, and does
+    not know those of `_coalescing_manager`, which it counts by another size. So it sees
     FSDP's collectives, but not those of tensor parallelism or of FSDP2's gradient norm.
 
     `calls` maps the name of a collective to the bytes of each message, where a message

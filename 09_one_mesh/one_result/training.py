@@ -28,10 +28,10 @@ CONFIG = GPTConfig(block_size=32, width=64, layers=2, heads=4)
 SAMPLES = 16  # B of a step, all ranks together
 STEPS = 12
 COUNTED = 9  # the step in which bytes are counted, from 0
-# Adam divides a gradient's mean by its size plus eps. Beside the usual eps of 1e-8 no
-# gradient here is small: their size then cancels, and a sum in place of a mean would
-# not show. And a gradient that is nearly zero would pass on its rounding error at full
-# step length. With 1e-3 neither is so, and the model learns about as well.
+# Adam divides a gradient's mean by its size plus eps. Beside the usual eps of 1e-8 most
+# gradients here are large: their size cancels, and a sum in place of a mean would not
+# show. And one that is nearly zero would pass on its rounding error at full step
+# length. With 1e-3 neither is so, and the model learns about as well.
 EPS, USUAL_EPS = 1e-3, 1e-8
 SETTINGS: dict[str, Any] = {"lr": 3e-3, "eps": EPS, "weight_decay": 0.01}
 

@@ -33,7 +33,10 @@ class ZeRO:
     def __init__(
         self, model: nn.Module, units: Any, stage: int, **settings: Any
     ) -> None:
-        """Cut the shards; in stage 3 the units, and the rest as one, come and go."""
+        """Cut the shards; in stage 3 the units, and the rest as one, come and go.
+
+        The ranks' weights must be equal: nothing is broadcast.
+        """
         self.model, self.stage, self.shards = model, stage, dict[Tensor, nn.Parameter]()
         for p in model.parameters():
             start = shard_length(p) * dist.get_rank()

@@ -1,7 +1,8 @@
 """The seconds of computation of a micro-batch, by pass and term, on the slowest stage.
 
 Operations over a part of the peak, and bytes over the rate of the device's memory.
-Backward is twice forward; recomputation runs forward again, in the backward pass.
+Backward is twice forward, in flash attention 2.5 times, in element-wise operations a
+little less; recomputation runs forward again, in the backward pass.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """Fit the planner's constants to every second published row, beginning with the first.
 
 Run: python 09_one_mesh/plan/fit_constants.py
-Expect: three constants of the step time and one of the memory, the ones in step_time.py
+Expect: three constants of the step time and one of the memory, those in computation.py
     and memory.py, and how much worse the fit is with a constant moved.
 """
 
