@@ -1241,3 +1241,32 @@ def test_all_send_first_gets_stuck_at_any_size(
     assert len(errors) == 3
     assert any(error.endswith(timed_out) for error in errors)
     assert all(re.search("|".join([timed_out, *LOST]), error) for error in errors)
+
+
+def send_past_the_receiver(way: str) -> str:
+    """Send to the wrong rank, or with a tag that nobody waits for; return the error."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    assert isinstance(group, dist.ProcessGroup)
+    try:
+        if dist.get_rank() == 0:
+            wrong = {"dst": 2} if way == "dst" else {"dst": 1, "tag": 1}
+            dist.send(torch.ones(1), group=group, **wrong)
+        elif dist.get_rank() == 1:
+            dist.recv(torch.ones(1), src=0, group=group)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return ""
+
+
+@pytest.mark.parametrize("way", ["dst", "tag"])
+def test_a_send_and_a_recv_that_do_not_fit_both_wait(
+    worker_pool: WorkerPool, way: str
+) -> None:
+    *errors, third = worker_pool.run(send_past_the_receiver, way, world_size=3)
+    assert third == "" and len(errors) == 2
+    for error, call in zip(errors, ("send", "recv"), strict=True):
+        timed_out = f"Timed out waiting 1000ms for {call} operation to complete"
+        assert re.search("|".join([timed_out, *LOST]), error)
+    assert any("Timed out" in error for error in errors)

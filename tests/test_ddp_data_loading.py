@@ -675,6 +675,15 @@ def test_only_forkserver_s_workers_outlive_a_killed_rank(
         worker.kill()
 
 
+def on_two_gpus() -> torch.nn.Module:
+    """Return a layer that says its parameters were on two GPUs."""
+    layer = torch.nn.Linear(1, 1)
+    devices = [torch.device("cuda", number) for number in range(2)]
+    parameters = [(d.type, mock.Mock(device=d, requires_grad=True)) for d in devices]
+    layer.named_parameters = mock.Mock(return_value=parameters)
+    return layer
+
+
 def copied_lines() -> dict[str, str]:
     """Return the errors of lines that are in many scripts, here without a GPU."""
     local_rank, layer = dist.get_rank(), torch.nn.Linear(1, 1)
@@ -691,6 +700,7 @@ def copied_lines() -> dict[str, str]:
         "a text of it": lambda: torch.device("cuda:-1"),
         "to unset": lambda: torch.ones(1).to(-1),
         "device_ids": lambda: DistributedDataParallel(layer, [local_rank]),
+        "two GPUs": lambda: DistributedDataParallel(on_two_gpus(), [local_rank]),
         "shuffle": lambda: DataLoader(numbers, sampler=sampler, shuffle=True),
         "sampler": lambda: DataLoader(stream, sampler=sampler),
         "shuffled stream": lambda: DataLoader(stream, shuffle=True),
@@ -717,11 +727,12 @@ def test_copied_lines_fail_without_a_gpu(worker_pool: WorkerPool) -> None:
     assert found["a text of it"] == "RuntimeError: Invalid device string: 'cuda:-1'"
     assert found["to unset"] == "RuntimeError: Device index must not be negative"
     words = "ValueError: DistributedDataParallel device_ids and output_device arguments"
-    assert found["device_ids"].startswith(words)
-    assert (
-        "only work with single-device/multiple-device GPU modules or CPU modules"
-        in found["device_ids"]
-    )
+    for name in ("device_ids", "two GPUs"):
+        assert found[name].startswith(words)
+        assert (
+            "only work with single-device/multiple-device GPU modules or CPU modules"
+            in found[name]
+        )
     assert "got device_ids [0], output_device None" in found["device_ids"]
 
 
@@ -765,6 +776,30 @@ def test_ranks_with_different_models_are_refused(worker_pool: WorkerPool) -> Non
     words += "params, while rank 1 has inconsistent 1 params."
     errors = worker_pool.run(different_models)
     assert words in errors
+
+
+def frozen_on_one_rank() -> tuple[list[bool], str]:
+    """Freeze a bias on rank 1 only; say whether two lists tell the ranks apart."""
+    layer = torch.nn.Linear(2, 1)
+    layer.bias.requires_grad_(dist.get_rank() == 0)
+    found = []
+    for keys in (["shape"], ["shape", "requires_grad"]):
+        mine = [
+            [n, *(getattr(p, k) for k in keys)] for n, p in layer.named_parameters()
+        ]
+        others: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(others, mine)
+        found.append(others[0] != others[1])
+    return found, error_of(lambda: DistributedDataParallel(layer))
+
+
+def test_a_layer_frozen_on_one_rank_has_another_requires_grad(
+    worker_pool: WorkerPool,
+) -> None:
+    (found, zero), (_, one) = worker_pool.run(frozen_on_one_rank)
+    assert found == [False, True]
+    words = "DDP expects same model across all ranks, but Rank 0 has 2 params"
+    assert words in zero or words in one
 
 
 def test_rank_is_no_variable_without_a_launcher() -> None:

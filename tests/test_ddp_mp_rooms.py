@@ -689,6 +689,34 @@ def test_first_exception_is_told_from_other_ends(
     assert spawn.call_args.args[0] is FIRST_EXCEPTION.be_rank
 
 
+def raise_in_turn(number: int, go: Any) -> None:
+    """Fail; process 0 only when it may."""
+    if number == 0:
+        go.wait()
+    raise ValueError(f"of process {number}")
+
+
+def exception_shown_by_spawn(together: bool) -> str:
+    """Let process 1 fail, and 0 as a consequence; look after both, or between them."""
+    go = mp.get_context("fork").Event()
+    ranks: Any = mp.start_processes(
+        raise_in_turn, (go,), 2, join=False, start_method="fork"
+    )
+    ranks.processes[1].join()
+    if together:
+        go.set()
+        ranks.processes[0].join()
+    with pytest.raises(mp.ProcessRaisedException) as shown:
+        ranks.join()
+    return str(shown.value).splitlines()[-1]
+
+
+def test_spawn_may_show_the_later_of_two_exceptions(worker_pool: WorkerPool) -> None:
+    for together, number in ((True, 0), (False, 1)):
+        (shown,) = worker_pool.run(exception_shown_by_spawn, together, world_size=1)
+        assert shown == f"ValueError: of process {number}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["arguments.py", "first_exception.py"])
 def test_real_ranks_do_what_the_room_says(script: str) -> None:

@@ -1043,6 +1043,13 @@ def test_second_writer_of_a_checkpoint_finds_its_file_renamed(
     ends = worker_pool.run(write_the_same_checkpoint, str(tmp_path))
     assert ends == ["", "FileNotFoundError: run.pt.tmp"]
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+    # Two that make its folder, or delete it.
+    with pytest.raises(FileExistsError):
+        os.makedirs(tmp_path)
+    os.makedirs(tmp_path, exist_ok=True)
+    os.remove(tmp_path / "run.pt")
+    with pytest.raises(FileNotFoundError):
+        os.remove(tmp_path / "run.pt")
 
 
 # --- What a user can type. ----------

@@ -1083,6 +1083,23 @@ def test_stages_overwrite_each_others_parameter_groups(
     assert sorted({said for _, said in found}) == ["", "KeyError: 'betas'"]
 
 
+def test_adamw_loads_what_sgd_saved_and_fails_in_its_next_step() -> None:
+    layer = torch.nn.Linear(2, 2)
+    layer(torch.ones(1, 2)).sum().backward()
+    sgd, adam = torch.optim.SGD, torch.optim.AdamW(layer.parameters())
+    for momentum in (0.9, 0.0):
+        one = sgd(layer.parameters(), lr=0.1, momentum=momentum)
+        one.step()
+        if momentum:
+            with pytest.raises(KeyError, match="'step'"):
+                adam.load_state_dict(one.state_dict())
+            continue
+        adam.load_state_dict(one.state_dict())
+    assert "lr" in adam.param_groups[0] and "betas" not in adam.param_groups[0]
+    with pytest.raises(KeyError, match="'betas'"):
+        adam.step()
+
+
 def resumed_as_minimal_does(folder: str) -> tuple[set[str], set[str], float]:
     """Save two stages and resume; return this one's weights, which are left, how far.
 

@@ -21,13 +21,17 @@ In MYTHS.md, what proves that a claim is wrong stands at the end of its row, aft
 
 import argparse
 import ast
+import multiprocessing
 import os
 import posixpath
+import pydoc
 import re
+import socket
 import tempfile
 import time
 import traceback
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -39,6 +43,7 @@ from subprocess import TimeoutExpired
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -200,19 +205,39 @@ def one_host_missing() -> str:
     )
 
 
-def port_taken() -> str:
-    """Open a store where there is one already."""
+def rank_missing() -> str:
+    """Join a group as rank 0 of three, under `torchrun`, when nobody else comes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return error_of(
-        lambda: dist.TCPStore(
-            "127.0.0.1", store.port, is_master=True, wait_for_workers=False
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    launched |= {"RANK": "0", "WORLD_SIZE": "3", "TORCHELASTIC_RESTART_COUNT": "0"}
+    launched["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    dist.destroy_process_group()
+    patience = timedelta(seconds=1)
+    with mock.patch.dict(os.environ, launched):
+        return error_of(lambda: dist.init_process_group("gloo", timeout=patience))
+
+
+def port_taken() -> str:
+    """Open a store where there is one already; also where a connection begins."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.create_connection(("127.0.0.1", store.port)) as connection:
+        ports = (connection.getsockname()[1], store.port)
+        one, other = (
+            error_of(
+                lambda port=port: dist.TCPStore(
+                    "127.0.0.1", port, is_master=True, wait_for_workers=False
+                )
+            )
+            for port in ports
         )
-    )
+    assert "name: EADDRINUSE, message: address already in use" in one
+    return other
 
 
 def no_nccl() -> str:
     """Ask for NCCL where PyTorch was built without it."""
     with mock.patch.object(dist.distributed_c10d, "_NCCL_AVAILABLE", False):
+        assert dist.get_default_backend_for_device("cuda") == "nccl"
         return error_of(lambda: dist.new_group(backend="nccl"))
 
 
@@ -397,10 +422,27 @@ def scratch_file() -> Iterator[str]:
         yield os.path.join(folder, "checkpoint.pt")
 
 
+class LoadedInBetween:
+    """A value that is pickled when `torch.save` has opened the file."""
+
+    def __init__(self, path: str) -> None:
+        """Note the file."""
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Load the file that is being written."""
+        with pytest.raises(EOFError):
+            torch.load(self.path)
+        return OrderedDict, ()
+
+
 def cut_file() -> str:
-    """Load half of a checkpoint."""
+    """Load a checkpoint that is still being saved, then half of it."""
     with scratch_file() as path:
         torch.save({"weight": torch.ones(1000)}, path)
+        saved = {"weight": torch.ones(1000), "in between": LoadedInBetween(path)}
+        torch.save(saved, path)
+        assert torch.load(path)["in between"] == {}
         os.truncate(path, os.path.getsize(path) // 2)
         return error_of(lambda: torch.load(path, weights_only=True))
 
@@ -416,6 +458,16 @@ def foreign_object() -> str:
         assert names == {"Namespace", "PosixPath"}
         with torch.serialization.safe_globals([argparse.Namespace, PosixPath]):
             assert torch.load(path) == found
+        # Of a NumPy value one class is not listed, but named by the next error.
+        torch.save(np.float64(0.5), path)
+        listed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        classes: list[Any] = [pydoc.locate(name) for name in listed]
+        with torch.serialization.safe_globals(classes):
+            assert "<class 'numpy.dtypes.Float64DType'>" in error_of(
+                lambda: torch.load(path)
+            )
+        with torch.serialization.safe_globals([*classes, np.dtypes.Float64DType]):
+            assert torch.load(path) == 0.5
         # What Git LFS leaves in place of a file.
         Path(path).write_text("version https://git-lfs.github.com/spec/v1")
         said.append(error_of(lambda: torch.load(path)))
@@ -453,6 +505,9 @@ def wrapped_names() -> str:
     compiled: Any = torch.compile(model)
     said.append(error_of(lambda: model.load_state_dict(compiled.state_dict())))
     model.load_state_dict(compiled._orig_mod.state_dict())
+    checkpoint = {"model": model.state_dict(), "optimizer": {}, "epoch": 3}
+    said.append(error_of(lambda: model.load_state_dict(checkpoint)))
+    model.load_state_dict(checkpoint["model"])
     other = torch.nn.Linear(2, 1)
     other.compile()
     assert list(other.state_dict()) == ["weight", "bias"]
@@ -460,9 +515,11 @@ def wrapped_names() -> str:
 
 
 def not_joined() -> str:
-    """Ask for a rank outside of any group, then join the group a second time."""
-    with mock.patch.object(dist.distributed_c10d._world, "_default_pg", None):
-        before = error_of(dist.get_rank)
+    """Ask for a rank outside of any group; join one that `init_device_mesh` made."""
+    dist.destroy_process_group()
+    before = error_of(dist.get_rank)
+    with mock.patch.dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT="0"):
+        dist.device_mesh.init_device_mesh("cpu", (1,))
     settings = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     return f"{before}\n{error_of(lambda: dist.init_process_group(**settings))}"
 
@@ -473,6 +530,12 @@ def local_function() -> str:
     def train(rank: int) -> None: ...
 
     said = error_of(lambda: ForkingPickler.dumps(train))
+    model: Any = torch.nn.Linear(1, 1)
+    model.activation = train
+    with scratch_file() as path:
+        assert error_of(lambda: torch.save(model, path)) == said
+        torch.save(model.state_dict(), path)
+    assert error_of(lambda: dist.all_gather_object([None], train)) == said
     # From Python 3.13 on.
     return said.replace("Can't get local object", "Can't pickle local object")
 
@@ -684,10 +747,11 @@ def bob():
 process = multiprocessing.get_context("fork").Process(target=bob, daemon=True)
 process.start()
 join("alice", 0)
-try:
-    rpc.rpc_sync("bob", os._exit, (9,))
-except RuntimeError as error:
-    print(f"RuntimeError: {error}", flush=True)
+for call in [(time.sleep, (60,), None, 0.2), (os._exit, (9,))]:
+    try:
+        rpc.rpc_sync("bob", *call)
+    except RuntimeError as error:
+        print(f"RuntimeError: {error}", flush=True)
 process.join()
 os._exit(0)
 """
@@ -941,7 +1005,7 @@ def terminal_closed(*options: str) -> str:
 
 
 def peer_gone() -> str:
-    """Call a process that ends instead of answering."""
+    """Call a process that does not answer in time, then one that ends instead."""
     with scratch_file() as path:
         return python("-c", PEER_GONE, path).output
 
@@ -957,6 +1021,7 @@ def thread_left() -> str:
 
 IN_A_WORKER = [
     *(no_launcher, nobody_listens, one_host_missing, port_taken, no_nccl),
+    rank_missing,
     *(fewer_devices, cut_file, foreign_object, two_writers, wrapped_names),
     *(not_joined, local_function, wrapper_and_model, all_frozen, mesh_too_large),
     *(own_divisor, two_dtypes, no_strategy, few_samples, fixed_heads, more_ranks),
@@ -1063,6 +1128,31 @@ def test_torchrun_does_not_ask_whether_to_use_libuv(
     (found,) = worker_pool.run(stores_without_libuv, str(tmp_path), world_size=1)
     # Plain python; torchrun's static, c10d, and c10d with a file.
     assert found == [False, True, True, "FileStore"]
+
+
+def test_a_child_that_fills_a_queue_does_not_end_before_it_is_read() -> None:
+    context = multiprocessing.get_context("fork")
+    ended = []
+    for length in (1000, 100_000):  # a pipe holds 64 KiB
+        queue = context.Queue()
+        child = context.Process(target=queue.put, args=("x" * length,))
+        child.start()
+        child.join(1 if ended else None)
+        ended.append(child.exitcode)
+        assert len(queue.get()) == length
+        child.join()
+        assert child.exitcode == 0
+    assert ended == [0, None]
+
+
+def test_a_lock_that_is_left_stops_who_compiles_an_extension(tmp_path: Path) -> None:
+    from torch.utils import cpp_extension
+
+    (tmp_path / "lock").touch()
+    (tmp_path / "code.cpp").touch()
+    waits = mock.patch.object(cpp_extension.FileBaton, "wait", side_effect=ValueError)
+    with waits, pytest.raises(ValueError):
+        cpp_extension.load("code", [f"{tmp_path}/code.cpp"], build_directory=tmp_path)
 
 
 def fail_for_two(gradient: torch.Tensor) -> None:
