@@ -581,6 +581,63 @@ def test_reduce_spoils_the_other_tensors(worker_pool: WorkerPool) -> None:
     assert by_rank == [[111.0], [110.0], [100.0]]
 
 
+def total_of_three_reports(copies: bool) -> float:
+    """Count one in each of three steps, and report the total of all ranks each time."""
+    total = reported = torch.zeros(1)
+    for _ in range(3):
+        total += 1
+        reported = total.clone() if copies else total
+        dist.all_reduce(reported)
+    return reported.item()
+
+
+def test_a_running_total_is_all_reduced_as_a_copy(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(total_of_three_reports, True) == [6.0] * 2
+    # 2 x (2 x (2 x 1 + 1) + 1)
+    assert worker_pool.run(total_of_three_reports, False) == [14.0] * 2
+
+
+def gradient_over_one_process_s() -> float:
+    """All-reduce the gradient of a mean loss of half a batch; compare its length."""
+    weight, batch = torch.ones(2, requires_grad=True), torch.ones(4, 2)
+    (mine,) = torch.autograd.grad((batch[:2] @ weight).mean(), weight)
+    (whole,) = torch.autograd.grad((batch @ weight).mean(), weight)
+    dist.all_reduce(mine)
+    return (mine.norm() / whole.norm()).item()
+
+
+def test_gradients_that_are_only_summed_are_as_many_times_too_long_as_ranks(
+    worker_pool: WorkerPool,
+) -> None:
+    assert worker_pool.run(gradient_over_one_process_s, world_size=3) == [3.0] * 3
+
+
+def calls_with_a_transposed_tensor() -> dict[str, str]:
+    """Pass a tensor that is not contiguous to each call for two ranks."""
+    other, said = 1 - dist.get_rank(), {}
+    columns = torch.arange(6.0).view(2, 3).t()
+    sends = [dist.P2POp(dist.isend, columns, other)]
+    for name, call in {
+        "send": lambda: dist.send(columns, other),
+        "recv": lambda: dist.recv(columns, other),
+        "isend": lambda: dist.isend(columns, other),
+        "irecv": lambda: dist.irecv(columns, other),
+        "batch_isend_irecv": lambda: dist.batch_isend_irecv(sends),
+    }.items():
+        with pytest.raises(RuntimeError) as refused:
+            call()
+        said[name] = str(refused.value)
+    return said
+
+
+def test_send_and_receive_want_contiguous_tensors(worker_pool: WorkerPool) -> None:
+    by_rank = worker_pool.run(calls_with_a_transposed_tensor)
+    assert len(by_rank) == 2
+    for said in by_rank:
+        assert len(said) == 5
+        assert set(said.values()) == {"input tensor has to be contiguous"}
+
+
 def test_local_rank_has_another_name() -> None:
     assert not hasattr(dist, "local_rank")
     environment = {"LOCAL_RANK": "5"}

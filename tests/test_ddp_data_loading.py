@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -270,6 +271,13 @@ class Generating:
     def __getitem__(self, index):
         return index
 
+class Sharing(Generating):
+    def __init__(self):
+        pass
+
+    def __getitem__(self, index):
+        return torch.multiprocessing.get_sharing_strategy()
+
 if __name__ == "__main__":
     for kind in sys.argv[1:]:
         try:
@@ -277,6 +285,9 @@ if __name__ == "__main__":
             print(kind, len(list(DataLoader(Generating(), **told))))
         except RuntimeError as error:
             print(kind, error)
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    for kind in sys.argv[1:]:
+        print(kind, *DataLoader(Sharing(), num_workers=1, multiprocessing_context=kind))
 """
 
 
@@ -290,7 +301,10 @@ def test_a_data_set_with_a_generator_reaches_only_forked_workers(
     path.write_text(GENERATOR)
     result = python(path, "fork", kind)
     exited = r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"
-    assert re.fullmatch(f"fork 1\n{kind} {exited}", result.stdout.strip())
+    first, second, *sharing = result.stdout.splitlines()
+    assert first == "fork 1" and re.fullmatch(f"{kind} {exited}", second)
+    # Nor does a sharing strategy, which is set in the part that they do not run.
+    assert sharing == ["fork ['file_system']", f"{kind} ['file_descriptor']"]
     words = "unable to resize file <filename not specified> to the right size"
     assert result.stderr.count(words) == 1
 
@@ -850,9 +864,18 @@ class Unmapped(Dataset):
         return index
 
 
-def bus_error() -> str:
-    """Return what the rank of a worker that got SIGBUS prints."""
-    loader = DataLoader(Unmapped(), num_workers=1, multiprocessing_context="fork")
+class Killed(Unmapped):
+    """Samples for which there is not enough memory."""
+
+    def __getitem__(self, index: int) -> int:
+        """Do what Linux does when it runs out of memory."""
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def killed_in_a_worker(samples: Dataset) -> str:
+    """Return what a rank prints whose worker a signal has ended."""
+    loader = DataLoader(samples, num_workers=1, multiprocessing_context="fork")
     try:
         next(iter(loader))
     except RuntimeError:
@@ -861,8 +884,13 @@ def bus_error() -> str:
 
 
 def test_bus_error_of_a_worker(worker_pool: WorkerPool) -> None:
-    (text,) = worker_pool.run(bus_error, world_size=1)
+    (text,) = worker_pool.run(killed_in_a_worker, Unmapped(), world_size=1)
     words = "is killed by signal: Bus error. It is possible that dataloader's workers "
     words += "are out of shared memory. Please try to raise your shared memory limit."
     assert words in text
     assert "DataLoader worker (pid" in text
+
+
+def test_a_signal_that_ends_a_worker_is_named(worker_pool: WorkerPool) -> None:
+    (text,) = worker_pool.run(killed_in_a_worker, Killed(), world_size=1)
+    assert "is killed by signal: Killed" in text

@@ -12,6 +12,7 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import reduce_scatter_tensor_autograd
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -1707,6 +1709,22 @@ def test_rank_zero_alone_saves_its_shard(worker_pool: WorkerPool) -> None:
     assert "Under FSDP `state_dict()` has this rank's shards, and gathering" in page
 
 
+def saved_by_rank_zero_alone(folder: str) -> str:
+    """Call `dcp.save` on rank 0 only; return how that ends."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=0.5))
+    if dist.get_rank() == 0:
+        try:
+            dcp.save({"w": torch.ones(2)}, checkpoint_id=folder, process_group=group)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_dcp_save_waits_for_all_ranks(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    waited, nothing = worker_pool.run(saved_by_rank_zero_alone, str(tmp_path))
+    assert "Timed out waiting" in waited and nothing == ""
+
+
 def ends_of_what_was_not_loaded() -> list[tuple[Any, str]]:
     """Load a state dict of model or of optimizer nowhere; then compare nothing."""
     ways = load_chapter(CHECKPOINTS)["state_dicts"].WAYS
@@ -2407,6 +2425,25 @@ def test_batch_norm_under_bf16_takes_a_policy_of_its_own(
     worker_pool: WorkerPool, of_its_own: dict[str, Any] | None, said: str
 ) -> None:
     assert worker_pool.run(norm_under_a_policy, of_its_own) == [said] * 2
+
+
+def losses_with_class_weights() -> list[str]:
+    """Weight classes in float32, of logits in bf16 and of the same in float32."""
+    mesh, policy = init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(torch.bfloat16)
+    model: Any = fully_shard(nn.Linear(4, 3), mesh=mesh, mp_policy=policy)
+    logits, labels, said = model(torch.ones(2, 4)), torch.tensor([0, 1]), []
+    for each in (logits, logits.float()):
+        try:
+            loss = F.cross_entropy(each, labels, weight=torch.ones(3))
+            said.append(str(loss.dtype))
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_class_weights_in_float32_need_such_logits(worker_pool: WorkerPool) -> None:
+    said = worker_pool.run(losses_with_class_weights)
+    assert said == [[NORM_IN_BF16, "torch.float32"]] * 2
 
 
 class Scaled(nn.Module):

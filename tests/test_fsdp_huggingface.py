@@ -480,3 +480,32 @@ def test_name_on_the_hub_is_trained_and_saved(
     assert again.returncode == 0, again.output
     (loss,) = re.findall(r"step 1 \| loss (\S+)", again.stdout)
     assert float(loss) < 4.7
+
+
+def outputs_of_a_head(folder: str) -> list[str]:
+    """Put a head in float32 on a model that was saved in bf16; then mend it twice."""
+    from transformers import AutoModel, Qwen2Config, Qwen2Model
+
+    sizes: Any = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads: Any = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen2Config(vocab_size=4, **sizes, **heads)
+    Qwen2Model(config).bfloat16().save_pretrained(folder)
+    model: Any = AutoModel.from_pretrained(folder)
+    in_float32: Any = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    head, said = torch.nn.Linear(8, 2), []
+    in_bf16 = torch.nn.Linear(8, 2).to(model.dtype)
+    for body, top in ((model, head), (model, in_bf16), (in_float32, head)):
+        try:
+            hidden = body(torch.tensor([[1, 2]])).last_hidden_state
+            said.append(str(top(hidden).dtype))
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_checkpoint_in_bf16_is_loaded_in_bf16(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    (said,) = worker_pool.run(outputs_of_a_head, str(tmp_path), world_size=1)
+    refused = "mat1 and mat2 must have the same dtype, but got BFloat16 and Float"
+    assert said == [refused, "torch.bfloat16", "torch.float32"]

@@ -26,11 +26,13 @@ import os
 import posixpath
 import pydoc
 import re
+import signal
 import socket
 import tempfile
 import time
 import traceback
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,6 +51,7 @@ import torch
 import torch.distributed as dist
 from markdown_it.token import Token
 from torch.amp import GradScaler
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.utils.checkpoint import checkpoint
 
 from launch import ROOT, clean_environment, deepspeed, python
@@ -296,8 +299,17 @@ def skipped_step() -> str:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         schedule.step()
-    assert model.weight.item() == before
-    return "\n".join(str(one.message) for one in warned)
+        assert model.weight.item() == before and len(warned) == 1
+        # The same words, if the schedule steps in each micro-batch.
+        early = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.StepLR(early, step_size=1, gamma=0.5)
+        for micro_batch in range(4):
+            if micro_batch % 2:
+                early.step()
+            schedule.step()
+    first, second = {str(one.message) for one in warned}, early.param_groups[0]["lr"]
+    assert len(warned) == 2 and len(first) == 1 and second == 0.5**4
+    return "\n".join(first)
 
 
 def too_large() -> str:
@@ -579,12 +591,21 @@ def two_dtypes() -> str:
 
 
 def no_strategy() -> str:
-    """Call an operator for which nobody has said how DTensors are sharded."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    """Call operators whose results DTensor cannot shard, the last one never."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    tensor = distribute_tensor(torch.arange(4), mesh, [Shard(0)])
-    return error_of(lambda: torch.bincount(tensor))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.ones(6, 3), mesh, [Shard(0)])
+    said = [error_of(lambda: x @ x)]
+    # The same text below mistakes of other kinds.
+    x = distribute_tensor(torch.ones(9), mesh, [Shard(0)])
+    said.append(error_of(lambda: x.view(3, 3)))
+    whole: Any = x.redistribute(mesh, [Replicate()]).view(3, 3)
+    assert whole.full_tensor().sum() == 9
+    numbers = distribute_tensor(torch.arange(4), mesh, [Shard(0)])
+    said.append(error_of(lambda: torch.bincount(numbers)))
+    assert [text.count("Sharding propagation failed") for text in said] == [1, 1, 1]
+    return "\n".join(said)
 
 
 def viewed_output() -> str:
@@ -869,7 +890,9 @@ os._exit(0)
 """
 
 KILLED = """
-import os, signal
+import os, signal, time
+if os.environ["RANK"] == "0":
+    time.sleep(60)  # until the launcher sends SIGTERM
 for name in ("RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
     print(name, "is set" if name in os.environ else "is not set", flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -901,7 +924,8 @@ def killed_under_deepspeed() -> str:
         script = Path(folder, "killed.py")
         script.write_text(KILLED)
         environment = clean_environment(DS_ACCELERATOR="cpu")
-        output = deepspeed(script, num_ranks=1, env=environment).output
+        output = deepspeed(script, num_ranks=2, env=environment).output
+    assert "return code = -15" not in output
     assert "RANK is set\nLOCAL_SIZE is set\nLOCAL_WORLD_SIZE is not set\n" in output
     return output
 
@@ -930,9 +954,17 @@ def left_early() -> str:
 
 
 DDP_WARNS = """
-import torch, torch.distributed as dist
+import os, torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.left_out = nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.used(x), self.left_out(x)
 
 class Pixels(nn.Module):
     def __init__(self):
@@ -942,9 +974,21 @@ class Pixels(nn.Module):
     def forward(self, x):
         return nn.functional.linear(x, self.conv.weight.flatten(1), self.conv.bias)
 
+child = os.fork()  # each process warns once
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-ddp = DistributedDataParallel(Pixels(), find_unused_parameters=True)
-ddp(torch.ones(2, 8)).sum().backward()
+if child:
+    os.waitpid(child, 0)
+    ddp = DistributedDataParallel(Pixels(), find_unused_parameters=True)
+    ddp(torch.ones(2, 8)).sum().backward()
+else:
+    for looks in (True, False):
+        ddp = DistributedDataParallel(Heads(), find_unused_parameters=looks)
+        try:
+            for _ in range(3):
+                ddp(torch.ones(2, 8))[0].sum().backward()
+                print("a step went well", flush=True)
+        except RuntimeError as error:
+            print(error, flush=True)
 dist.destroy_process_group()
 """
 OPEN_FILES = """
@@ -966,7 +1010,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 @cache
 def ddp_warns() -> str:
     """Train with a gradient of other strides; look for unused parameters in vain."""
-    return python("-c", DDP_WARNS).output
+    output = python("-c", DDP_WARNS).output
+    # Where the loss leaves out an output, they come to an end only if DDP looks.
+    assert output.count("find_unused_parameters=True was specified in DDP") == 2
+    assert output.count("a step went well") == 3 + 1
+    assert output.count("Expected to have finished reduction in the prior") == 1
+    return output
 
 
 def open_files() -> str:
@@ -1037,7 +1086,7 @@ IN_A_PROCESS = [
 SLOWLY = {f.__name__: f for f in (under_deepspeed, killed_under_deepspeed)}
 PROVOKED = {f.__name__: f for f in (*IN_A_WORKER, *IN_A_PROCESS)} | SLOWLY
 # Of the others one is enough.
-RANKS = {"fixed_heads": 2, "more_ranks": 4, "own_divisor": 2}
+RANKS = {"fixed_heads": 2, "more_ranks": 4, "own_divisor": 2, "no_strategy": 2}
 
 
 # WHEN_IT_GOES_WRONG.md.
@@ -1095,6 +1144,121 @@ def test_torchrun_kills_a_rank_that_heeds_no_signal_after_half_a_minute() -> Non
     sent = [call.kwargs["death_sig"].name for call in rank.close.call_args_list]
     assert sent == ["SIGTERM", "SIGKILL"]
     assert rank.proc.wait.call_args_list[0].args[0] == pytest.approx(30, abs=1)
+
+
+def end_one_of_two() -> tuple[dict[int, int], list[str]]:
+    """Send SIGTERM to the second of two ranks of torchrun's; return codes and text."""
+    from torch.distributed.elastic.multiprocessing import (
+        DefaultLogsSpecs,
+        SubprocessContext,
+    )
+
+    ranks = {rank: {} for rank in (0, 1)}
+    sleep: Any = {rank: ("60",) for rank in ranks}
+    context = SubprocessContext("x", "sleep", sleep, ranks, DefaultLogsSpecs())
+    with mock.patch("signal.signal"):  # which torchrun ends by are not tried here
+        context.start()
+    os.kill(context.pids()[1], signal.SIGTERM)
+    while not (ended := context.wait(timeout=0.1)):
+        pass
+    text = ChildFailedError("x", ended.failures).format_msg().splitlines()
+    codes = {rank: failure.exitcode for rank, failure in ended.failures.items()}
+    return codes, [line.strip() for line in text]
+
+
+def test_who_was_ended_first_is_the_root_cause(worker_pool: WorkerPool) -> None:
+    ((codes, lines),) = worker_pool.run(end_one_of_two, world_size=1)
+    assert codes == {1: -15, 0: -15}
+    failures, root = lines.index("Failures:"), lines.index(ROOT_CAUSE)
+    ranks = [line for line in lines if line.startswith("rank ")]
+    assert failures < lines.index(ranks[0]) < root < lines.index(ranks[1])
+    assert [re.findall(r"\d", line)[0] for line in ranks] == ["0", "1"]
+
+
+ROOT_CAUSE = "Root Cause (first observed failure):"
+
+
+def test_a_parameter_is_written_to_under_no_grad() -> None:
+    layer = torch.nn.Linear(2, 2)
+    ways: list[Any] = [
+        lambda: layer.weight.mul_(0.9),
+        lambda: layer.weight.clamp_(0, 1),
+        lambda: layer.weight.__setitem__(0, 0.0),
+    ]
+    said = [error_of(way) for way in ways]
+    words = "a leaf Variable that requires grad is being used in an in-place operation."
+    assert [words in text for text in said] == [True] * 3
+    with torch.no_grad():
+        assert [error_of(way)[:8] for way in ways] == ["no error"] * 3
+
+
+def tensors_kept(keeps_graphs: bool, goes_back: bool) -> list[int]:
+    """Add up losses of five batches; after each count the tensors kept for backward."""
+
+    class Kept:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+    alive: weakref.WeakSet[Kept] = weakref.WeakSet()
+
+    def keep(tensor: torch.Tensor) -> Kept:
+        alive.add(kept := Kept(tensor))
+        return kept
+
+    layer, total, counts = torch.nn.Linear(2, 2), 0.0, []
+    for _ in range(5):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
+            loss = layer(torch.ones(1, 2)).square().mean()
+        if goes_back:
+            loss.backward()
+        total = total + (loss if keeps_graphs else loss.item())
+        del loss
+        counts.append(len(alive))
+    return counts
+
+
+def test_a_sum_of_losses_keeps_the_graphs_that_nothing_went_back_through() -> None:
+    first, *counts = tensors_kept(keeps_graphs=True, goes_back=False)
+    assert counts == [2 * first, 3 * first, 4 * first, 5 * first] and first > 0
+    for settings in ((False, False), (False, True), (True, True)):
+        assert tensors_kept(*settings) == [0] * 5
+
+
+def steps_of_other_optimizers(way: str) -> tuple[list[Any], list[float], list[Any]]:
+    """Return gradients and learning rates of four steps, and the last weights."""
+    model = torch.nn.Linear(2, 1)
+    ddp_model = torch.nn.parallel.DistributedDataParallel(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, patience=0)
+    if way == "loaded" and dist.get_rank() == 0:
+        other = torch.optim.SGD(model.parameters(), lr=0.01)
+        sgd.load_state_dict(other.state_dict())
+    samples = torch.Generator().manual_seed(6 + dist.get_rank())
+    gradients, rates = [], []
+    for _ in range(4):
+        sgd.zero_grad()
+        x, y = torch.randn(2, 8, 2, generator=samples)
+        loss = (ddp_model(x) - y.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        gradients.append(model.weight.grad.tolist())  # type: ignore
+        sgd.step()
+        if way == "mean loss":
+            dist.all_reduce(loss := loss.detach(), op=dist.ReduceOp.AVG)
+        if way != "loaded":
+            plateau.step(loss.item())
+        rates.append(sgd.param_groups[0]["lr"])
+    return gradients, rates, model.weight.tolist()
+
+
+@pytest.mark.parametrize(
+    ("way", "is_equal"), [("local loss", False), ("loaded", False), ("mean loss", True)]
+)
+def test_equal_gradients_diverge_by_optimizers_that_differ(
+    worker_pool: WorkerPool, way: str, is_equal: bool
+) -> None:
+    ours, theirs = worker_pool.run(steps_of_other_optimizers, way)
+    assert ours[0] == theirs[0] and len(ours[0]) == 4
+    assert [a == b for a, b in zip(ours[1:], theirs[1:], strict=True)] == [is_equal] * 2
 
 
 def stores_without_libuv(folder: str) -> list[bool | str]:

@@ -1,8 +1,10 @@
 """Chapter 07: layers on several ranks compute what one process computes."""
 
 import contextlib
+import copy
 import io
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -16,9 +18,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -913,6 +918,55 @@ def test_plan_without_norms_all_reduces_more_and_cannot_be_clipped(
         assert len(said) == 4
         assert all("got mixed torch.Tensor and DTensor" in text for text in said)
         assert said[-1].startswith("aten.embedding")  # of the positions
+
+
+def norms_of_two_meshes(in_the_plan: bool) -> tuple[str, float, float]:
+    """Split by columns and rows, then shard; return what clipping says, and two norms.
+
+    The first norm adds up the squares of all meshes, the second is one process's.
+    """
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    layers = [nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)]
+    ours: Any = nn.Sequential(*layers).double()
+    alone, x = copy.deepcopy(ours), torch.randn(4, 8).double()
+    plan: Any = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+    mine = x
+    if in_the_plan:
+        plan["0"] = SequenceParallel(sequence_dim=0)
+        plan["1"] = ColwiseParallel(input_layouts=Shard(0))
+        mine = x.chunk(2)[grid["tensor"].get_local_rank()]
+    parallelize_module(ours, grid["tensor"], plan)
+    fully_shard(ours, mesh=grid["data"])
+    ours(mine).square().sum().backward()
+    alone(x).square().sum().backward()
+    by_mesh: dict[Any, list[Any]] = {}
+    for p in ours.parameters():
+        by_mesh.setdefault(p.device_mesh, []).append(p.grad)
+    assert len(by_mesh) == 2 - in_the_plan
+    norms: Any = [nn.utils.get_total_norm(grads) for grads in by_mesh.values()]
+    norm = math.hypot(*(one.full_tensor().item() for one in norms))
+    right = nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
+    try:
+        of_all: Any = nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
+        said = of_all.full_tensor().item()
+    except RuntimeError as error:
+        said = str(error)
+    return str(said), norm, right
+
+
+def test_under_fsdp_norms_in_the_plan_are_clipped_with_all_others(
+    worker_pool: WorkerPool,
+) -> None:
+    without = worker_pool.run(norms_of_two_meshes, False, world_size=4)
+    within = worker_pool.run(norms_of_two_meshes, True, world_size=4)
+    assert len(without) == len(within) == 4
+    for said, norm, right in without:
+        assert "aten.stack.default must have the same mesh" in said
+        assert norm == pytest.approx(right, rel=1e-12)
+    for said, norm, right in within:
+        assert float(said) == pytest.approx(right, rel=1e-12)
+        assert norm == pytest.approx(right, rel=1e-12)
 
 
 def test_parallelize_module_unties_weights(worker_pool: WorkerPool) -> None:
