@@ -370,7 +370,7 @@ def bytes_as_logged() -> dict[str, list[int]]:
 def test_of_an_all_gather_comms_logger_takes_one_ranks_part(zero_pools: Pools) -> None:
     parts = ("all_gather_into_tensor", "all_gather")
     wholes = ("reduce_scatter_tensor", "all_reduce", "broadcast")
-    due = {**dict.fromkeys(parts, [4000]), **dict.fromkeys(wholes, [8000])}
+    due = {name: [4000] for name in parts} | {name: [8000] for name in wholes}
     due["broadcast_object_list"] = [0]
     assert zero_pools(2).run(bytes_as_logged, world_size=2) == [due] * 2
 

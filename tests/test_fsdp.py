@@ -1089,7 +1089,7 @@ def test_the_root_stays_whole_after_an_evaluation_until_reshard(
 
 
 def sharded_after_an_evaluation() -> list[list[bool]]:
-    """Evaluate models whose root is told to be freed or not; are weights shards then?"""
+    """Evaluate models, the root told to be freed or not; are weights shards now?"""
     found, mesh = [], init_device_mesh("cpu", (2,))
     for at_the_root in (None, True, False):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -1467,14 +1467,16 @@ def saved_before_the_first_step(folder: Path, kind: str) -> tuple[float, str]:
     late.model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(RuntimeError) as told:
         dcp.load({"run": late}, checkpoint_id=folder)
-    if name == "AdamW":  # what it guards against: PyTorch's own loads none, and is silent
+    if (
+        name == "AdamW"
+    ):  # what it guards against: PyTorch's own loads none, and is silent
         model, adam = late.model, late.optimizer
         of_model, of_adam = get_state_dict(model, adam)
         assert of_adam["state"] == {}
-        dcp.load({"run": {"model": of_model, "optimizer": of_adam}}, checkpoint_id=folder)
-        set_state_dict(
-            model, adam, model_state_dict=of_model, optim_state_dict=of_adam
+        dcp.load(
+            {"run": {"model": of_model, "optimizer": of_adam}}, checkpoint_id=folder
         )
+        set_state_dict(model, adam, model_state_dict=of_model, optim_state_dict=of_adam)
         assert len(adam.state) == 0
     return apart, str(told.value)
 

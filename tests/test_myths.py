@@ -274,9 +274,9 @@ def test_causal_models_of_hugging_face_shift_the_labels() -> None:
     import transformers
 
     tokens, counted = torch.arange(12).view(2, 6), 0
-    ends = {"vocab_size": 16, "bos_token_id": None, "eos_token_id": None}
-    widths = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    ends: Any = {"vocab_size": 16, "bos_token_id": None, "eos_token_id": None}
+    widths: Any = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads: Any = {"num_attention_heads": 2, "num_key_value_heads": 1}
     configs = [
         transformers.GPT2Config(**ends, n_embd=8, n_layer=1, n_head=2),
         transformers.Qwen2Config(**ends, **widths, **heads),
@@ -559,7 +559,7 @@ def moments_loaded_from_ddp() -> dict[str, tuple[int, int]]:
         sharded = torch.optim.AdamW(model.parameters())
         states.set_optimizer_state_dict(model, sharded, saved)
         model(torch.ones(1, 4)).sum().backward()
-        with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
+        with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
             sharded.step()
     return found
 
