@@ -36,9 +36,10 @@ def state_of(model: Any, optimizer: Any, epoch: int) -> dict[str, Any]:
 
 def newest() -> Path | None:
     """Return the newest whole folder (.metadata is written last), else DDP's file."""
-    whole = sorted(FOLDER.glob("*/.metadata"), key=lambda p: (len(str(p)), p))
+    whole = [path.parent for path in FOLDER.glob("epoch_*/.metadata")]
+    whole = [path for path in whole if path.name[6:].isdecimal()]  # and no copy
     if whole:
-        return whole[-1].parent
+        return max(whole, key=lambda path: int(path.name[6:]))
     return DDP_FILE if DDP_FILE.exists() else None
 
 

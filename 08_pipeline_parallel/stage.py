@@ -43,31 +43,31 @@ class Stage:
         Every rank passes the same (samples, T) tokens, each sample with equally many
         labels that count: the first stage reads the inputs, the last the labels. Call
         it once a step: a second run would add up a tied matrix's sums again. Returns
-        the loss on the last stage, elsewhere 0.
+        the loss on the last stage, at least in float32, elsewhere 0.
         """
         parts = (tokens.split(micro_batch_size) for tokens in (inputs, labels))
         self.micro_batches = list(zip(*parts, strict=True))
         self.samples = len(inputs)
-        self.loss = next(self.part.parameters()).new_zeros(())
+        self.losses, self.like = list[Tensor](), next(self.part.parameters())
         schedule(self, len(self.micro_batches))
         for work, _ in self.sending.values():
             work.wait()
         self.sending.clear()
         add_tied_gradients(self.part, self.ends)
-        return self.loss
+        return sum(self.losses, self.like.new_zeros(()).float())
 
     def forward(self, i: int) -> None:
         """Receive micro-batch i, run it through the layers, send it on."""
         x, labels = self.micro_batches[i]
         if not self.is_first:
-            # (B, T, D), with the loss's dtype and device.
-            x = self.loss.new_empty(*x.shape, self.part.config.width)
+            # (B, T, D), with the parameters' dtype and device.
+            x = self.like.new_empty(*x.shape, self.part.config.width)
             dist.recv(x, self.index - 1, group=self.activations)
             x.requires_grad_()
         y = self.compute_forward(i, x, labels)
         if self.is_last:
             y = y * len(labels) / self.samples  # its part of the mean over the batch
-            self.loss += y.detach()
+            self.losses.append(y.detach())
         else:
             self.send(f"F{i}", y.detach(), self.index + 1, self.activations)
         self.in_flight[i] = x, y  # and with y all activations that backward(i) needs

@@ -95,9 +95,11 @@ def main() -> None:
     schedule = LambdaLR(adam, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
     rates = [group["lr"] for group in adam.param_groups]
     run: dict[str, Any] = {"epoch": 0}  # .metadata is the last file of a save
-    if whole := sorted(FOLDER.glob("*/.metadata"), key=lambda p: (len(str(p)), p)):
+    whole = [path.parent for path in FOLDER.glob("epoch_*/.metadata")]
+    if whole := [path for path in whole if path.name[6:].isdecimal()]:  # and no copy
         run["model"], run["adam"] = states.get_state_dict(model, adam)
-        newest, planner = whole[-1].parent, dcp.DefaultLoadPlanner()
+        newest = max(whole, key=lambda path: int(path.name[6:]))
+        planner = dcp.DefaultLoadPlanner()
         try:
             dcp.load(run, checkpoint_id=newest, planner=planner)  # in shards
         except dcp.CheckpointException as e:

@@ -1027,12 +1027,16 @@ def test_a_sharded_run_that_died_resumes_from_the_newest_whole_folder(
     assert then.splitlines() == ["2 ranks on cpu: 1 of 2 epochs done", *epochs[1:]]
     same = same_bits(whole_state(tmp_path, 2), expected)
     assert len(same) == 15 + 3 * 14 and all(same)
-    # A run that has ended does no more, whatever the number of the newest folder.
+    # A run that has ended does no more, whatever the number of the newest folder, and
+    # whatever else is there.
     for epoch, number in ((2, 1000), (1, 999)):
         folder = tmp_path / "sharded" / f"epoch_{epoch:03}"
         folder.rename(tmp_path / "sharded" / f"epoch_{number:03}")
+    copy = tmp_path / "sharded" / "epoch_999_backup"
+    shutil.copytree(tmp_path / "sharded" / "epoch_999", copy)
     (end, _), _ = worker_pool.run(sharded, str(tmp_path), world_size=2)
     assert end == "2 ranks on cpu: 2 of 2 epochs done\n"
+    shutil.rmtree(copy)
     for epoch, number in ((2, 1000), (1, 999)):
         folder = tmp_path / "sharded" / f"epoch_{number:03}"
         folder.rename(tmp_path / "sharded" / f"epoch_{epoch:03}")
@@ -1595,7 +1599,9 @@ def test_two_axes_train_as_fsdp_does_and_take_up_each_other_s_shards(
     ]
     assert [end.warnings for end in ends] == [0] * 4
     assert [end.dtypes for end in ends] == [{(None, torch.float32)}] * 4
-    # Of two checkpoints it takes the last, which leaves nothing to do.
+    # Of two checkpoints, and a copy, it takes the last, which leaves nothing to do.
+    saved = tmp_path / "sharded"
+    shutil.copytree(saved / "epoch_001", saved / "epoch_001_backup")
     done, *_ = worker_pool.run(on_two_axes, str(tmp_path), world_size=4)
     assert done.said == "(2, 2) ranks on cpu: 2 of 2 epochs done\n"
     # FSDP alone goes on from the first.

@@ -1470,6 +1470,32 @@ def test_each_stage_divides_its_gradients(worker_pool: WorkerPool, name: str) ->
     )
 
 
+def loss_of_many_micro_batches(dtype: torch.dtype) -> tuple[float, float]:
+    """Run 512 of one sample through two stages; return the loss, and what is due."""
+    stage, part = script("stage"), script("part")
+    torch.manual_seed(0)
+    config = part.GPTConfig(width=16, heads=2, layers=2, block_size=8)
+    model = part.GPT(config).to(dtype)
+    tokens = torch.randint(256, (512, 9))
+    due = 0.0
+    with torch.no_grad():
+        for one in tokens.split(1):
+            due += model(one[:, :-1], one[:, 1:]).item() / len(tokens)
+    ours = stage.Stage(part.Part(model, dist.get_rank(), stage.even_cut(2, 2)))
+    schedule = script("schedules").one_f_one_b
+    return ours.run(schedule, tokens[:, :-1], tokens[:, 1:], 1).item(), due
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_loss_of_many_micro_batches_is_added_up_in_float32(
+    worker_pool: WorkerPool, dtype: torch.dtype
+) -> None:
+    (none, _), (found, due) = worker_pool.run(loss_of_many_micro_batches, dtype)
+    assert none == 0 and found == pytest.approx(
+        due, rel=1e-12 if dtype == torch.float64 else 1e-5
+    )
+
+
 def errors_of_a_step(text: Path, is_halved: bool) -> float:
     """Compare a step in training mode, with dropout, with one process's gradient."""
     staged, data = script("staged_gpt"), script("data")
