@@ -560,8 +560,12 @@ def assert_measured(runs: dict[str, list[Any]]) -> int:
     record = {n: r for n, r in record.items() if n in runs and n != "experts"}
     due = {n: sum(run.due for run in runs[n]) / len(runs[n]) for n in record}
     peak = {n: max(run.peak for run in runs[n]) for n in record}
-    for found, what in ((due, "sent"), (peak, "peak")):
-        assert found == pytest.approx({n: r[what] for n, r in record.items()}, rel=0.1)
+    assert due == pytest.approx({n: r["sent"] for n, r in record.items()}, rel=0.1)
+    # Gloo's threads may be late to free what they have sent: in one run of ten, with
+    # tensor and sequence parallelism, it is a sixth more.
+    ratios = {n: peak[n] / r["peak"] for n, r in record.items()}
+    assert len(ratios) == len(record)
+    assert min(ratios.values()) > 0.9 and max(ratios.values()) < 1.2, ratios
     return len(record)
 
 
