@@ -597,21 +597,6 @@ def test_a_running_total_is_all_reduced_as_a_copy(worker_pool: WorkerPool) -> No
     assert worker_pool.run(total_of_three_reports, False) == [14.0] * 2
 
 
-def gradient_over_one_process_s() -> float:
-    """All-reduce the gradient of a mean loss of half a batch; compare its length."""
-    weight, batch = torch.ones(2, requires_grad=True), torch.ones(4, 2)
-    (mine,) = torch.autograd.grad((batch[:2] @ weight).mean(), weight)
-    (whole,) = torch.autograd.grad((batch @ weight).mean(), weight)
-    dist.all_reduce(mine)
-    return (mine.norm() / whole.norm()).item()
-
-
-def test_gradients_that_are_only_summed_are_as_many_times_too_long_as_ranks(
-    worker_pool: WorkerPool,
-) -> None:
-    assert worker_pool.run(gradient_over_one_process_s, world_size=3) == [3.0] * 3
-
-
 def calls_with_a_transposed_tensor() -> dict[str, str]:
     """Pass a tensor that is not contiguous to each call for two ranks."""
     other, said = 1 - dist.get_rank(), {}

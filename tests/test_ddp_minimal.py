@@ -49,11 +49,16 @@ FEW = 256  # samples, of 512 or 1024
 FILE = "resumable.pt"  # what minimal_resumable.py saves, and chapter 06's takes up
 
 
+def fewer_samples(module: Any, samples: int = FEW) -> Any:
+    """Replace a script's data sets by others of so many samples."""
+    dataset = module.WindowDataset
+    return mock.patch.object(
+        module, "WindowDataset", lambda text, *_, **__: dataset(text, 128, samples)
+    )
+
+
 def train(
-    script: str,
-    samples: int = FEW,
-    chapter: str = "03_ddp_torchrun",
-    **sizes: Any,
+    script: str, chapter: str = "03_ddp_torchrun", **sizes: Any
 ) -> tuple[dict[str, torch.Tensor], str]:
     """Run a script on this rank of the pool; return what it saves and prints.
 
@@ -61,7 +66,7 @@ def train(
     """
     module: Any = load_chapter(chapter)[script]
     config = partial(module.GPTConfig, **SMALL | sizes)
-    dataset, output, saved = module.WindowDataset, io.StringIO(), {}
+    output, saved = io.StringIO(), {}
     save = torch.save
 
     def keep(state: Any, file: Any, **settings: Any) -> None:
@@ -77,11 +82,7 @@ def train(
         mock.patch.object(torch.distributed, "destroy_process_group"),
         mock.patch.object(torch, "save", keep),
         mock.patch.object(module, "GPTConfig", config),
-        mock.patch.object(
-            module,
-            "WindowDataset",
-            lambda text, block_size, samples: dataset(text, 128, min(samples, FEW)),
-        ),
+        fewer_samples(module),
         contextlib.redirect_stdout(output),
     ):
         module.main()
@@ -191,14 +192,6 @@ def without(lost: str) -> tuple[float, str, str, int]:
 
 class Died(Exception):
     """What ends a run in the middle."""
-
-
-def fewer_samples(module: Any, samples: int = FEW) -> Any:
-    """Replace a script's data sets by others of so many samples."""
-    dataset = module.WindowDataset
-    return mock.patch.object(
-        module, "WindowDataset", lambda text, *_, **__: dataset(text, 128, samples)
-    )
 
 
 def resumable(

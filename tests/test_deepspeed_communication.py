@@ -631,6 +631,10 @@ def count_collectives() -> dict[str, tuple[list[int], int]]:
         functional.all_reduce(message, "sum", list(range(world_size))).sum()
     assert counter.calls == {}
     shard = torch.ones(750_000 // world_size)
+    with traffic.CollectiveCounter() as counter, dist._coalescing_manager():
+        dist.reduce_scatter_single(shard.clone(), message)
+    # What a rank ends with, and not the whole message.
+    assert counter.calls == {"reduce_scatter_tensor_coalesced_": [shard.nbytes]}
     calls = {
         "all_reduce": lambda: dist.all_reduce(message),
         "all_gather": lambda: dist.all_gather_single(message, shard),
