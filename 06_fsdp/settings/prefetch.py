@@ -19,14 +19,18 @@ from model import GPT, GPTConfig
 from ranks import check, join, leave, say
 
 
-# Begin without it. On a GPU, all-gathers and computations are two streams, queues that
-# the CPU fills far ahead. By default it queues the next block's all-gather in forward
-# after this block's computations, but while the GPU still does them ("implicit
-# prefetching"). If blocks compute too little for that, a profile shows the computing
-# stream idle before each, and the all-gather queued late: look 1 ahead, which queues it
-# before this block's computations. To look 2 ahead helps only if blocks are unequal,
-# and takes the memory of one more. In backward the default is 1 ahead already. (From
-# FSDP's source, not run on a GPU. gloo has the order, but waits: nothing overlaps.)
+# Begin without it. On a GPU, all-gathers (A0: block 0's) and computations (C0) are two
+# streams, queues that the CPU fills far ahead. By default it queues the next block's
+# all-gather in forward after this block's computations, but while the GPU still does
+# them ("implicit prefetching"). If blocks compute too little for that, a profile shows
+# the computing stream idle before each, and the all-gather queued late: look 1 ahead,
+# which queues it before this block's computations. Two streams, time to the right:
+#     by default      | too little to compute | the same, 1 ahead
+#     A0  A1  A2      | A0    A1    A2        | A0 A1 A2
+#         C0- C1- C2- |    C0    C1    C2     |    C0 C1 C2
+# To look 2 ahead helps only if blocks are unequal, and takes the memory of one more. In
+# backward the default is 1 ahead already. (From FSDP's source, not run on a GPU. gloo
+# has the order, but waits: nothing overlaps.)
 def gather_ahead(blocks: list[Any], ahead: int) -> None:
     """Let each block begin to gather those that come next, in forward and backward."""
     for i, block in enumerate(blocks):
