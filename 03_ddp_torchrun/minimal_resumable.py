@@ -67,7 +67,8 @@ def load_parts(parts, optimizer) -> int:
     """Load what was saved, if anything; every rank calls it. Return the epochs done."""
     if not os.path.exists(FILE):  # all machines must share the file system that has it
         return 0
-    rates = [group["lr"] for group in optimizer.param_groups]
+    # Of this run: "lr", and what schedules keep beside it, such as "initial_lr".
+    rates = [{k: g[k] for k in g if k[-2:] == "lr"} for g in optimizer.param_groups]
     # Each part then moves its tensors to its device, but for Adam's counts of steps,
     # which are read in each step and would be slow there.
     saved = torch.load(FILE, map_location="cpu")
@@ -82,7 +83,7 @@ def load_parts(parts, optimizer) -> int:
     except (KeyError, RuntimeError, ValueError) as e:
         sys.exit(f"{FILE}: another model or optimizer: {str(e).splitlines()[-1]}")
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate  # that of the first step; main() then steps the schedule
+        group.update(rate)  # those of the first step; main() then steps the schedule
     return saved["epoch"]
 
 

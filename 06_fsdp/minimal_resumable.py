@@ -104,15 +104,15 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     steps = EPOCHS * len(loader) or sys.exit("too few samples per rank")
     schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [{k: g[k] for k in g if k[-2:] == "lr"} for g in optimizer.param_groups]
     first_epoch, path = 0, newest()
     try:
         if path:
             first_epoch = resume(path, model, optimizer)
     except (dcp.CheckpointException, LookupError, OSError, RuntimeError) as e:
         raise SystemExit(f"move {path} away: {str(e).splitlines()[-1]}") from e
-    for group, lr in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = lr
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group.update(rate)  # "lr", and what schedules keep beside it, as "initial_lr"
     for _ in range(first_epoch * len(loader)):  # as these ranks count them
         schedule.step()
     if dist.get_rank() == 0:

@@ -93,7 +93,7 @@ def main() -> None:
     adam = torch.optim.AdamW(model.parameters(), lr=2e-3)
     steps = EPOCHS * len(loader)
     schedule = LambdaLR(adam, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
-    rates = [group["lr"] for group in adam.param_groups]
+    rates = [{k: g[k] for k in g if k[-2:] == "lr"} for g in adam.param_groups]
     run: dict[str, Any] = {"epoch": 0}  # .metadata is the last file of a save
     whole = [path.parent for path in FOLDER.glob("epoch_*/.metadata")]
     if whole := [path for path in whole if path.name[6:].isdecimal()]:  # and no copy
@@ -111,8 +111,8 @@ def main() -> None:
         states.set_model_state_dict(model, run["model"])
         # With the weight decay and betas that were saved; the lr is that of `main`.
         states.set_optimizer_state_dict(model, adam, run["adam"])
-    for group, lr in zip(adam.param_groups, rates, strict=True):
-        group["lr"] = lr
+    for group, rate in zip(adam.param_groups, rates, strict=True):
+        group.update(rate)  # "lr", and what schedules keep beside it, as "initial_lr"
     for _ in range(run["epoch"] * len(loader)):  # as these ranks count them
         schedule.step()
     if dist.get_rank() == 0:

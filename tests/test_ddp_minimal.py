@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from launch import ROOT, deepspeed, torchrun
+from pages import words_of
 from scripts import load_apart, load_chapter
 from worker_pool import WorkerPool
 from zero_ranks import Pools, forget_earlier_group
@@ -371,7 +372,8 @@ def made(kind: str, optimizer: Any, steps: int) -> Any:
     if kind == "StepLR":
         return schedules.StepLR(optimizer, steps // 4)
     if kind == "OneCycleLR":
-        return schedules.OneCycleLR(optimizer, 1.0, steps)
+        highest = 10 * optimizer.param_groups[0]["lr"]
+        return schedules.OneCycleLR(optimizer, highest, steps)
     if kind == "CosineAnnealingLR":
         return schedules.CosineAnnealingLR(optimizer, steps)
     warmup = schedules.LinearLR(optimizer, 0.1, total_iters=steps // 4)
@@ -601,6 +603,21 @@ def test_another_optimizer_s_checkpoint_is_named(
     assert said.endswith(f"{FILE}: another model or optimizer: '{missing}'")
     assert "\n" not in said
     assert (tmp_path / FILE).read_bytes() == before
+
+
+def test_another_optimizer_of_adam_s_family_is_not_noticed(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    run = partial(worker_pool.run, world_size=1)
+    run(partial(end_with), str(tmp_path))
+    state = torch.load(tmp_path / FILE)
+    torch.save({**state, "epoch": 1}, tmp_path / FILE)
+    for kind in (torch.optim.Adam, torch.optim.RAdam):
+        (said,) = run(partial(end_with, AdamW=kind), str(tmp_path))
+        assert "epoch 1 | validation loss " in said
+        assert torch.load(tmp_path / FILE)["adam"]["param_groups"][0]["weight_decay"]
+        torch.save({**state, "epoch": 1}, tmp_path / FILE)
+    assert "`Adam` for `AdamW` go unnoticed" in words_of("03_ddp_torchrun")
 
 
 def sgd_at(rate: float, parameters: Any, lr: float) -> torch.optim.Optimizer:
@@ -927,9 +944,12 @@ def sharded(
     return output.getvalue(), ""
 
 
-def rates_in_shards(folder: str, chapter: str, script: str, kind: str) -> list[float]:
-    """Run it there with another schedule; return the learning rate of each step."""
+def rates_in_shards(
+    folder: str, chapter: str, script: str, kind: str, rate: float
+) -> list[float]:
+    """Run it there with another schedule and rate; return the rate of each step."""
     module: Any = load_chapter(chapter)[script]
+    adam = partial(torch.optim.AdamW, lr=rate)
     per_rank = {"06_fsdp": 1, "09_one_mesh": 2}[chapter]  # ranks that share samples
     shards = int(os.environ["WORLD_SIZE"]) // per_rank
     local_size = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
@@ -949,6 +969,7 @@ def rates_in_shards(folder: str, chapter: str, script: str, kind: str) -> list[f
         mock.patch.multiple(module, FOLDER=Path(folder, "sharded"), BATCH_SIZE=4),
         mock.patch.object(module, "GPTConfig", partial(module.GPTConfig, **SMALL)),
         mock.patch.object(module, "LambdaLR", schedule),
+        mock.patch.object(torch.optim, "AdamW", lambda p, lr: adam(p)),
         mock.patch.object(torch.nn.utils, "clip_grad_norm_", noted),
         fewer_samples(module, 32),
         contextlib.redirect_stdout(io.StringIO()),
@@ -962,8 +983,10 @@ def rates_in_shards(folder: str, chapter: str, script: str, kind: str) -> list[f
     [
         ("06_fsdp", "minimal_resumable", 2, "StepLR"),
         ("06_fsdp", "minimal_resumable", 2, "SequentialLR"),
+        ("06_fsdp", "minimal_resumable", 2, "OneCycleLR"),
         pytest.param("09_one_mesh", "minimal", 4, "StepLR", marks=pytest.mark.slow),
         ("09_one_mesh", "minimal", 4, "SequentialLR"),
+        pytest.param("09_one_mesh", "minimal", 4, "OneCycleLR", marks=pytest.mark.slow),
     ],
 )
 def test_any_schedule_goes_on_in_shards_too(
@@ -975,10 +998,10 @@ def test_any_schedule_goes_on_in_shards_too(
     kind: str,
 ) -> None:
     run = partial(worker_pool.run, rates_in_shards, str(tmp_path), chapter, script)
-    for rank, rates in enumerate(both := run(kind, world_size=ranks)):
+    for rank, rates in enumerate(both := run(kind, 2e-2, world_size=ranks)):
         assert len(rates) == 8 and rates == both[0], rank
     (tmp_path / "sharded/epoch_002/.metadata").unlink()
-    resumed = run(kind, world_size=ranks // 2)
+    resumed = run(kind, 2e-3, world_size=ranks // 2)
     assert len(both) == 2 * len(resumed) == ranks
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=2e-3)
     due = rates_of(optimizer, made(kind, optimizer, 16), 16)[8:]
