@@ -21,6 +21,9 @@ class Training(Stateful):
         `others`, such as `schedule=LambdaLR(...)`, have a `state_dict` that is the same
         on all ranks, and `load_state_dict`. Its keys are strings: DCP saves what
         another key has under its text, and loads only tensors under the key.
+
+        Give the optimizer no parameter that never gets a gradient: the checkpoint is
+        written, and cannot be loaded as long as the optimizer has it.
         """
         self.model, self.optimizer, self.others = model, optimizer, others
 

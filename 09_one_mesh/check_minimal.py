@@ -48,7 +48,7 @@ def compare_two_axes(device: torch.device) -> tuple[bool, str]:
     shape = dist.get_world_size() // TENSOR, TENSOR
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
     torch.manual_seed(0)  # the same on all ranks
-    bytes_read = torch.randint(256, (3, 8, 33), device=device)  # of three batches
+    bytes_read = torch.randint(256, (3, 4 * shape[0], 33), device=device)  # 3 batches
     batches = [[batch[:, :-1], batch[:, 1:]] for batch in bytes_read]
     place = mesh.get_local_rank("data")  # ranks that share matrices share samples
     mine = tree_map(lambda part: part.chunk(shape[0])[place], batches)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
     bf16_compress_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -496,3 +497,44 @@ def test_hook_that_forgets_to_divide_is_found(worker_pool: WorkerPool) -> None:
     assert errors == pytest.approx([1.0, 1.0], rel=0.01)
     assert [status for _, status, _ in results] == [1, 1]
     assert "check failed on ranks [0, 1], not so: 2 trainings" in results[0][2]
+
+
+class LateAndEarly(torch.nn.Module):
+    """Two weights; the gradient of the one that is used last is ready first."""
+
+    def __init__(self) -> None:
+        """Begin with ones."""
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+
+    def forward(self, is_b_first: bool) -> torch.Tensor:
+        """Return a product."""
+        late, early = (self.a, self.b) if is_b_first else (self.b, self.a)
+        return early * late.exp()
+
+
+def order_of_hooks() -> list[list[str]]:
+    """Let gradients of two buckets be ready in turn, then in the other order."""
+    model, noted, orders = LateAndEarly(), list[str](), []
+    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: noted.append(names[p]))
+
+    def hook(group: Any, bucket: dist.GradBucket) -> Gradients:
+        noted.append("hook " + "".join(names[p] for p in bucket.parameters()))
+        return allreduce_hook(group, bucket)
+
+    ddp_model = DistributedDataParallel(model, bucket_cap_mb=1e-6)
+    ddp_model.register_comm_hook(dist.group.WORLD, hook)
+    for is_b_first in (True, True, False):  # DDP makes its buckets in the first
+        ddp_model(is_b_first).sum().backward()
+        orders.append(noted.copy())
+        noted.clear()
+    return orders[1:]
+
+
+def test_a_full_bucket_waits_for_those_before_it(worker_pool: WorkerPool) -> None:
+    due = [["b", "hook b", "a", "hook a"], ["a", "b", "hook b", "hook a"]]
+    assert worker_pool.run(order_of_hooks) == [due] * 2
+    said = "DDP calls this when a bucket and those before it are full"
+    assert said in words_of(ROOM)

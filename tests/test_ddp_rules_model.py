@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import io
 import statistics
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -610,7 +612,9 @@ def test_find_unused_parameters_needs_all_losses_from_forward(
     assert worker_pool.run(gradients_of_two_losses, True) == [mean * 2] * 2
     errors = worker_pool.run(gradients_of_two_losses, False)
     assert [error[: len(TWICE)] for error in errors] == [TWICE] * 2
-    said = "# Right in every step, if all losses come from what `forward` returns."
+    said = (
+        "# Right in every step, if all losses come from tensors that `forward` returns,"
+    )
     assert said in words_of(ROOM)
 
 
@@ -629,6 +633,47 @@ class TwoHeads(torch.nn.Module):
         """Map (B, 1) to two of (B, 1)."""
         hidden = self.body(inputs)
         return self.first(hidden), self.second(hidden)
+
+
+@dataclasses.dataclass
+class Fields:
+    """What a model returns, into which DDP looks in forward alone."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+# How `forward` may return two outputs, and the gradient on each of two ranks.
+RETURNED: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+    "a tuple": (lambda *two: two, [1.5, 1.5]),
+    "a list": (lambda *two: list(two), [1.5, 1.5]),
+    "a dict": (lambda *two: dict(enumerate(two)), [1.5, 1.5]),
+    "a dataclass": (Fields, [1.0, 2.0]),  # each rank's own, without an error
+    "an object": (lambda *two: SimpleNamespace(first=two[0]), [TWICE] * 2),
+}
+
+
+def gradient_of_returned(kind: str) -> float | str:
+    """Return two outputs so, use one in the loss; return the gradient of the body."""
+    wrap, _ = RETURNED[kind]
+    model: Any = TwoHeads()
+    heads = model.forward
+    model.forward = lambda inputs: wrap(*heads(inputs))
+    ddp_model = DistributedDataParallel(model, find_unused_parameters=True)
+    outputs = ddp_model(torch.full((1, 1), dist.get_rank() + 1.0))
+    used = outputs.first if hasattr(outputs, "first") else outputs[0]
+    try:
+        used.sum().backward()
+    except RuntimeError as error:
+        return str(error)[: len(TWICE)]
+    return model.body.weight.grad.item()
+
+
+@pytest.mark.parametrize("kind", RETURNED)
+def test_find_unused_parameters_sees_into_tuples_lists_and_dicts_alone(
+    worker_pool: WorkerPool, kind: str
+) -> None:
+    assert worker_pool.run(gradient_of_returned, kind) == RETURNED[kind][1]
 
 
 def gradient_of_one_head(finds_unused: bool) -> float:

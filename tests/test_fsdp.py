@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import inspect
 import io
 import json
 import math
@@ -1546,9 +1547,42 @@ def test_optimizers_that_step_no_shards_or_no_uneven_ones(
     assert worker_pool.run(refused_shards, 4) == [two] * 2
     assert worker_pool.run(refused_shards, 5) == [["Adafactor", "LBFGS", "Rprop"]] * 2
     page = " ".join((ROOT / CHAPTER / "README.md").read_text().split())
-    assert (
-        "steps shards; `Adafactor`, `Rprop` and, of uneven shards, `LBFGS` fail" in page
-    )
+    two_more = "fused `SGD` and `Adagrad`, and, of uneven shards, `LBFGS`"
+    assert f"steps shards; `Adafactor`, `Rprop`, {two_more} fail" in page
+
+
+FUSED = ["Adagrad", "Adam", "AdamW", "SGD"]  # those that take `fused=True`
+
+
+def refused_when_fused() -> list[str]:
+    """Let fused optimizers step even shards; name those that DTensor stops."""
+    refused, stepped = [], 0
+    rule = "does not have a sharding strategy registered"
+    for name in FUSED:
+        layer = nn.Linear(4, 4, bias=False)
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = getattr(torch.optim, name)(layer.parameters(), lr=0.1, fused=True)
+        layer(torch.ones(4, 4)).sum().backward()
+        before: Any = layer.weight.detach().clone()
+        try:
+            optimizer.step()
+        except NotImplementedError as error:
+            assert rule in str(error)
+            refused.append(name)
+        else:
+            assert not before.equal(layer.weight.detach())
+            stepped += 1
+    assert stepped + len(refused) == len(FUSED)
+    return refused
+
+
+def test_fused_sgd_and_adagrad_step_no_shards(worker_pool: WorkerPool) -> None:
+    every = [
+        torch.optim.__dict__[name] for name in torch.optim.__all__ if name[0] < "a"
+    ]
+    takes = [c.__name__ for c in every if "fused" in inspect.signature(c).parameters]
+    assert sorted(takes) == FUSED
+    assert worker_pool.run(refused_when_fused) == [["Adagrad", "SGD"]] * 2
 
 
 class Kept:

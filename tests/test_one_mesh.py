@@ -613,6 +613,22 @@ def test_two_axes_are_compared_with_one_process(
     assert said in ends[0][2 if is_wrong else 1]
 
 
+def check_three_data_ranks() -> tuple[Any, str, str]:
+    """Be a rank of check_minimal.py, where a tensor rank holds whole matrices."""
+    with (
+        mock.patch.object(modules["minimal"], "TENSOR", 1),
+        mock.patch.object(modules["check_minimal"], "TENSOR", 1),
+    ):
+        return ending("check_minimal", [], [])
+
+
+def test_two_axes_are_compared_on_any_number_of_data_ranks(
+    worker_pool: WorkerPool,
+) -> None:
+    ends = worker_pool.run(check_three_data_ranks, world_size=3)
+    assert len(ends) == 3 and ends[0][1].startswith(RIGHT)
+
+
 SMOOTHED = "aten.masked_fill_.Scalar got mixed torch.Tensor and DTensor"
 
 

@@ -23,7 +23,8 @@ BATCH_SIZE = 8
 
 def mean_in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket):
     """Average a bucket over all ranks with half of the bytes, on any backend."""
-    # DDP calls this as soon as a bucket is full, and copies the result into it later.
+    # DDP calls this when a bucket and those before it are full, and copies the result
+    # into it later.
     halves = bucket.buffer().to(torch.bfloat16) / group.size()
     work: Any = dist.all_reduce(halves, group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0].to(torch.float32))

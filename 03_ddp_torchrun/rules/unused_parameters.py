@@ -17,7 +17,8 @@ from ranks import check, gather, join, leave, say
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},  # wrong where a loss leaves a parameter out
-    # Right in every step, if all losses come from what `forward` returns.
+    # Right in every step, if all losses come from tensors that `forward` returns,
+    # perhaps in a tuple, list or dict.
     "find_unused_parameters": {"find_unused_parameters": True},
     "static_graph": {"static_graph": True},  # for equal steps; the first not in no_sync
 }

@@ -38,7 +38,8 @@ def find_problem(folder: Path, stage: int) -> str:
         files = json.loads((shards / RECORD).read_text())["files"]
     except (OSError, ValueError):  # not there, or cut short
         return f"no checkpoint in {folder}; save_and_resume.py writes one"
-    # Stages 1 and 2 read each other's shards, and stage 3 its own. DeepSpeed 0.19 has
+    # Stages 1 and 2 read each other's shards, if they have the same
+    # round_robin_gradients, and stage 3 its own. DeepSpeed 0.19 has
     # no way from one to the other that keeps the optimizer state.
     is_stage_3 = "mp_rank_00_model_states.pt" not in files  # where weights are whole
     if is_stage_3 != (stage == 3):

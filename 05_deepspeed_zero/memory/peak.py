@@ -93,7 +93,7 @@ class Job(NamedTuple):
     offload: str = "none"  # or "optimizer", or "all": optimizer state and weights
     tokens: int = 2048  # of all samples that a rank takes at a time
     bucket: int = 500_000_000  # reduce_bucket_size
-    live: int = 1_000_000_000  # stage3_max_live_parameters
+    live: int = 1_000_000_000  # stage3_max_live_parameters and _max_reuse_distance
     adam: str = "foreach"  # one of ADAMS
     threshold: int = 100_000  # stage3_param_persistence_threshold
     micro_batches: int = 1  # whose gradients a step adds up
