@@ -25,9 +25,9 @@ CONFIG = {
     # An optimizer such as SGD also needs "zero_allow_untested_optimizer": True.
     # Begin with stage 1. If it does not fit, take 2, then 3, which may send more.
     "zero_optimization": {"stage": 2},
-    # This trains in fp32, which in stage 2 takes 4 + 16/n bytes a parameter. The next
-    # line would cast the weights, but no inputs: float ones then need
-    # .to(torch.bfloat16), and with fp16 .half().
+    # This trains in fp32, in stage 2 with 4 + 16/n bytes a parameter: a whole weight,
+    # and shards of gradient, master weight and two moments. The next line would cast
+    # weights, but no inputs: float ones then need .to(torch.bfloat16), or .half().
     # "bf16": {"enabled": True},
     # For a GPU without bf16; a CPU may refuse it. It scales the loss, first by 2 ** 16,
     # and skips a step whose gradients overflow. A "loss_scale" other than 0 is fixed.

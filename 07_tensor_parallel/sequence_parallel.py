@@ -28,8 +28,11 @@ from sent_and_kept import Collectives, kept_for_backward
 
 B, T, D, V, L = 4, 64, 64, 256, 2
 TOKENS, WHOLE = Shard(1), Replicate()  # of (B, T, D): some tokens, or all of it
+# PLAN, where what was all-reduced is now left in tokens (a reduce-scatter), and what
+# reads it gathers them. SequenceParallel() computes a norm of this rank's tokens.
 SEQUENCE_PLAN = PLAN | {
     "token_embedding": RowwiseParallel(input_layouts=WHOLE, output_layouts=TOKENS),
+    # The positions' rows are (T, D), the same for all samples: tokens are dimension 0.
     "position_embedding": RowwiseParallel(input_layouts=WHOLE, output_layouts=Shard(0)),
     "blocks.*.attention_norm": SequenceParallel(),
     "blocks.*.attention_out": RowwiseParallel(output_layouts=TOKENS),
@@ -39,7 +42,9 @@ SEQUENCE_PLAN = PLAN | {
     "final_norm": SequenceParallel(),
     "head": ColwiseParallel(input_layouts=TOKENS, output_layouts=WHOLE),
 }
-GATHER_PLAN = {  # once, and not by each of query, key and value
+# Query, key and value read one norm: gather its output once. A plan by itself, since
+# the norm has a style above: split_over_ranks(model, mesh, SEQUENCE_PLAN, GATHER_PLAN).
+GATHER_PLAN = {
     "blocks.*.attention_norm": PrepareModuleOutput(
         output_layouts=TOKENS,
         desired_output_layouts=WHOLE,

@@ -62,6 +62,8 @@ def losses_of(run: Any, stage: Any, inputs: Any, labels: Any, **every: Any) -> l
 
 def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     """Train for one epoch, the stage of this rank's number on one device."""
+    # The pipeline is `stage`, `pipeline` and `losses_of(pipeline.step, ...)`. The rest:
+    # `parts`, `holders`, `tied` for shared weights, `kept` for buffers, a clipped norm.
     rank, stages = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)  # the same weights on all ranks
     # Too large for one rank? Build it under torch.device("meta"), without memory, after
@@ -88,17 +90,18 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         device = torch.accelerator.current_accelerator() or device
     dist.init_process_group(dist.get_default_backend_for_device(device))
-    torch.manual_seed(rank)  # dropout: other masks on each stage (draw no data by it)
+    torch.manual_seed(rank)  # dropout: other masks on each stage, so draw no data by it
     # A group for each set of stages that share weights; every rank makes all of them.
     new_group = functools.cache(dist.new_group)
     tied = {p: new_group(among) for p, among in holders.items() if len(among) > 1}
-    # One to train, one to evaluate: one for both would learn shapes at each change.
+    # One to train, one to evaluate: a stage that changes between them learns the shapes
+    # of its messages anew each time.
     part.to(device)
     stage, other = (PipelineStage(part, rank, stages, device) for _ in range(2))
     pipeline, evaluation = (
         Schedule1F1B(one, MICRO_BATCHES, micro_batch_loss) for one in (stage, other)
     )
-    # For parameter groups use the whole model's names: a tied weight has two in parts.
+    # For parameter groups go by names in `model`: in parts a tied weight has two names.
     optimizer = (optimizer_of or torch.optim.AdamW)(part.parameters(), lr=2e-3)
     train, test = (WindowDataset(t, 128, 1024) for t in load_text(None, 128))  # yours
     batch_size = MICRO_BATCHES * MICRO_BATCH_SIZE

@@ -293,7 +293,7 @@ def test_stages_1_and_2_reduce_to_the_owner_if_told_and_never_scatter(
             due[stage, told] = {"reduce" if told else "all_reduce": 1, "all_gather": 1}
     assert by_rank == [due] * 2 and len(due) == 8
     page = words_of(CHAPTER)
-    assert "with [a setting](communication/README.md) DeepSpeed reduces: 1 + 1" in page
+    assert "](communication/README.md) DeepSpeed calls `reduce`: 1 + 1" in page
 
 
 @pytest.mark.parametrize("mistake", ["a call", "TCP"])

@@ -1633,7 +1633,7 @@ def test_unfreezing_later_does_nothing_and_freezing_stops_gradients_alone(
     assert run(offloaded, *steps) == [[[1, 10]] * 3] * 2
     assert run(frozen, *steps) == [[[1, 0]] * 4] * 2
     page = " ".join((FOLDER / "README.md").read_text("utf-8").split())
-    assert "unfreezing after `initialize`. A layer frozen then may move on." in page
+    assert "unfreezing after `initialize`. A layer frozen later may move on." in page
 
 
 def test_two_backwards_before_a_step_lose_the_first_in_stages_1_and_2(

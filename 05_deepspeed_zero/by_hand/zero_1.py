@@ -103,7 +103,7 @@ def stage_1(model: Any, bf16: bool) -> tuple[Any, ShardedOptimizer, Callable]:
     """Shard the optimizer state; gradients are all-reduced, and whole on every rank."""
     model, master = (model.bfloat16(), torch.float32) if bf16 else (model, None)
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, master, lr=1e-3)
-    return model, optimizer, lambda: average_gradients(model)
+    return model, optimizer, lambda: average_gradients(model)  # before each step
 
 
 if __name__ == "__main__":

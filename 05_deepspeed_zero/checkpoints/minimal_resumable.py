@@ -74,7 +74,7 @@ def separate_groups(adam: Any, own: list, rates: list[float]) -> None:
 def main() -> None:
     """Join, build, resume; train, evaluate and save each epoch."""
     tag = latest_tag(FOLDER)
-    universal = (FOLDER / tag / "zero").is_dir()
+    universal = (FOLDER / tag / "zero").is_dir()  # made for another number of ranks
     config = CONFIG | {"checkpoint": {"load_universal": universal}}
     prepare(config)  # before DeepSpeed is imported
     join()
@@ -96,6 +96,7 @@ def main() -> None:
     engine: Any = deepspeed.initialize(**parts, config=config)[0]
     first_epoch, own = 0, [dict(group) for group in adam.param_groups]
     if tag:  # also schedule and optimizer: with the learning rate that was saved
+        # It returns a path, and what `save_shards` has saved beside the engine.
         first_epoch = engine.load_checkpoint(FOLDER, tag)[1]["epoch"]
         if universal and engine.zero_optimization_stage() == 3:
             separate_groups(adam, own, schedule.get_last_lr())
