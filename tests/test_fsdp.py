@@ -12,7 +12,7 @@ import re
 import resource
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -2463,23 +2463,31 @@ def test_batch_norm_under_bf16_takes_a_policy_of_its_own(
     assert worker_pool.run(norm_under_a_policy, of_its_own) == [said] * 2
 
 
-def losses_with_class_weights() -> list[str]:
-    """Weight classes in float32, of logits in bf16 and of the same in float32."""
+def results_of_two_dtypes() -> list[list[str]]:
+    """Weight classes and multiply in float32, where the logits are in bf16; mend it."""
     mesh, policy = init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(torch.bfloat16)
     model: Any = fully_shard(nn.Linear(4, 3), mesh=mesh, mp_policy=policy)
     logits, labels, said = model(torch.ones(2, 4)), torch.tensor([0, 1]), []
-    for each in (logits, logits.float()):
-        try:
-            loss = F.cross_entropy(each, labels, weight=torch.ones(3))
-            said.append(str(loss.dtype))
-        except RuntimeError as error:
-            said.append(str(error))
+    other = torch.ones(2, 3, 1)
+    calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: F.cross_entropy(x, labels, weight=torch.ones(3)),
+        lambda x: torch.bmm(x.unsqueeze(1), other),
+        lambda x: x.unsqueeze(1) @ other,
+        lambda x: torch.einsum("bc,bcd->bd", x, other),
+    ]
+    for call in calls:
+        said.append([])
+        for each in (logits, logits.to(other.dtype)):
+            try:
+                said[-1].append(str(call(each).dtype))
+            except RuntimeError as error:
+                said[-1].append(str(error))
     return said
 
 
-def test_class_weights_in_float32_need_such_logits(worker_pool: WorkerPool) -> None:
-    said = worker_pool.run(losses_with_class_weights)
-    assert said == [[NORM_IN_BF16, "torch.float32"]] * 2
+def test_losses_and_products_of_two_dtypes_need_one(worker_pool: WorkerPool) -> None:
+    said = worker_pool.run(results_of_two_dtypes)
+    assert said == [[[NORM_IN_BF16, "torch.float32"]] * 4] * 2
 
 
 class Scaled(nn.Module):

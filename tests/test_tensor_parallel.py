@@ -920,10 +920,11 @@ def test_plan_without_norms_all_reduces_more_and_cannot_be_clipped(
         assert said[-1].startswith("aten.embedding")  # of the positions
 
 
-def norms_of_two_meshes(in_the_plan: bool) -> tuple[str, float, float]:
+def norms_of_two_meshes(way: str) -> tuple[str, float, float, float]:
     """Split by columns and rows, then shard; return what clipping says, and two norms.
 
-    The first norm adds up the squares of all meshes, the second is one process's.
+    The first norm adds up the squares of all meshes, the second is one process's. Last
+    comes how far gradients that are clipped by the first are from the process's own.
     """
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     torch.manual_seed(0)
@@ -932,9 +933,10 @@ def norms_of_two_meshes(in_the_plan: bool) -> tuple[str, float, float]:
     alone, x = copy.deepcopy(ours), torch.randn(4, 8).double()
     plan: Any = {"1": ColwiseParallel(), "3": RowwiseParallel()}
     mine = x
-    if in_the_plan:
+    if way != "no norms in the plan":
         plan["0"] = SequenceParallel(sequence_dim=0)
         plan["1"] = ColwiseParallel(input_layouts=Shard(0))
+    if way == "sequence parallelism":
         mine = x.chunk(2)[grid["tensor"].get_local_rank()]
     parallelize_module(ours, grid["tensor"], plan)
     fully_shard(ours, mesh=grid["data"])
@@ -942,31 +944,46 @@ def norms_of_two_meshes(in_the_plan: bool) -> tuple[str, float, float]:
     alone(x).square().sum().backward()
     by_mesh: dict[Any, list[Any]] = {}
     for p in ours.parameters():
-        by_mesh.setdefault(p.device_mesh, []).append(p.grad)
-    assert len(by_mesh) == 2 - in_the_plan
-    norms: Any = [nn.utils.get_total_norm(grads) for grads in by_mesh.values()]
+        by_mesh.setdefault(p.device_mesh, []).append(p)
+    assert len(by_mesh) == 1 + (way == "no norms in the plan")
+    norms: Any = [
+        nn.utils.get_total_norm([p.grad for p in of_mesh])
+        for of_mesh in by_mesh.values()
+    ]
     norm = math.hypot(*(one.full_tensor().item() for one in norms))
-    right = nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
+    right = nn.utils.clip_grad_norm_(alone.parameters(), 1.0).item()
+    assert right > 2
     try:
         of_all: Any = nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
         said = of_all.full_tensor().item()
     except RuntimeError as error:
         said = str(error)
-    return str(said), norm, right
+        for of_mesh in by_mesh.values():
+            total = torch.tensor(norm, dtype=torch.float64)
+            nn.utils.clip_grads_with_norm_(of_mesh, 1.0, total)
+    pairs = list(zip(ours.parameters(), alone.parameters(), strict=True))
+    assert len(pairs) == 6
+    errors = [(p.grad.full_tensor() - q.grad).abs().max().item() for p, q in pairs]
+    return str(said), norm, right, max(errors)
 
 
 def test_under_fsdp_norms_in_the_plan_are_clipped_with_all_others(
     worker_pool: WorkerPool,
 ) -> None:
-    without = worker_pool.run(norms_of_two_meshes, False, world_size=4)
-    within = worker_pool.run(norms_of_two_meshes, True, world_size=4)
-    assert len(without) == len(within) == 4
-    for said, norm, right in without:
+    ways = "no norms in the plan", "sequence parallelism", "whole input"
+    without, within, twice = (
+        worker_pool.run(norms_of_two_meshes, way, world_size=4) for way in ways
+    )
+    assert len(without) == len(within) == len(twice) == 4
+    for said, norm, right, error in without:
         assert "aten.stack.default must have the same mesh" in said
-        assert norm == pytest.approx(right, rel=1e-12)
-    for said, norm, right in within:
+        assert norm == pytest.approx(right, rel=1e-12) and error < 1e-12
+    for said, norm, right, error in within:
         assert float(said) == pytest.approx(right, rel=1e-12)
-        assert norm == pytest.approx(right, rel=1e-12)
+        assert norm == pytest.approx(right, rel=1e-12) and error < 1e-12
+    # SequenceParallel takes a whole input for a part: all of it is counted twice.
+    for said, _, right, _ in twice:
+        assert float(said) == pytest.approx(2 * right, rel=1e-12)
 
 
 def test_parallelize_module_unties_weights(worker_pool: WorkerPool) -> None:
