@@ -1187,6 +1187,29 @@ def test_swapped_calls_of_one_shape_give_wrong_sums_without_an_error(
     assert claim in words_of(ROOM)
 
 
+def swapped_roots(roots: list[int]) -> list[float] | str:
+    """Broadcast two numbers from these roots, rank 1 in the other order."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=1))
+    rank = dist.get_rank()
+    x, y = torch.tensor([10.0**rank]), torch.tensor([100 * 10.0**rank])
+    calls = [(x, roots[0]), (y, roots[1])]
+    try:
+        for one, root in calls if rank == 0 else reversed(calls):
+            dist.broadcast(one, root, group=group)
+    except RuntimeError as error:
+        return str(error)
+    return [x.item(), y.item()]
+
+
+def test_swapped_broadcasts_hang_if_their_roots_differ(worker_pool: WorkerPool) -> None:
+    # With one root rank 1 takes the first number for the second.
+    found = worker_pool.run(swapped_roots, [0, 0])
+    assert found == [[1.0, 100.0], [100.0, 1.0]]
+    first, second = worker_pool.run(swapped_roots, [0, 1])
+    assert re.search(ENDS_OF_A_WAIT, str(first)), first
+    assert re.search(ENDS_OF_A_WAIT, str(second)), second
+
+
 def done_before_rank_1_calls(folder: str) -> list[list[str]]:
     """Sum, then broadcast; on rank 1 return who has done so before it calls."""
     done = []

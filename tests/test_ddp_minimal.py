@@ -438,6 +438,32 @@ def test_any_schedule_goes_on_where_it_was_on_other_ranks_too(
     assert resumed == [[due]] * ranks
 
 
+def one_cycle(rate: float) -> tuple[Any, Any]:
+    """Make an optimizer and a schedule of 12 steps, up to ten times the rate."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 10 * rate, 12)
+    return optimizer, schedule
+
+
+def one_cycle_resumed(*put_back: str) -> list[float]:
+    """Resume after 4 steps at twice the rate, putting these back; return the rates."""
+    before, (resumed, schedule) = one_cycle(1e-3), one_cycle(2e-3)
+    rates_of(*before, 4)
+    (group,) = resumed.param_groups
+    ours = {name: group[name] for name in put_back}
+    resumed.load_state_dict(before[0].state_dict())
+    resumed.param_groups[0].update(ours)
+    return rates_of(resumed, schedule, 12)[4:]
+
+
+def test_one_cycle_keeps_rates_in_the_optimizer() -> None:
+    old, due = (rates_of(*one_cycle(rate), 12)[4:] for rate in (1e-3, 2e-3))
+    assert len(due) == 8 and due == pytest.approx([2 * rate for rate in old])
+    assert one_cycle_resumed("lr") == pytest.approx(old)
+    ours = one_cycle_resumed("lr", "initial_lr", "max_lr", "min_lr")
+    assert ours == pytest.approx(due)
+
+
 def decay_after_resuming(folder: str) -> float:
     """Resume there with another weight decay; return the one that was used."""
     made = partial(torch.optim.AdamW, weight_decay=0.5)

@@ -192,6 +192,12 @@ def test_padding_biases_a_mean_and_sums_with_counts_do_not(
         torch.cat([losses, losses[:2]]).mean().item(),
     ]
     assert due[0] > 1.4 * true and due[1] < 0.95 * true
+    # With `drop_last=True` the seventh sample is left out.
+    options: Any = {"dataset": range(7), "shuffle": False, "drop_last": True}
+    kept = [
+        list(DistributedSampler(**options, num_replicas=3, rank=r)) for r in (0, 1, 2)
+    ]
+    assert kept == [[0, 3], [1, 4], [2, 5]]
     by_rank = worker_pool.run(three_means, 7, world_size=3)
     assert by_rank == [pytest.approx(due, rel=1e-6)] * 3
     # If the ranks divide the samples, all four are right.

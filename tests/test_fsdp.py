@@ -1272,6 +1272,37 @@ def test_gradients_of_what_other_ranks_do_not_use_are_mixed(
     assert min(mixed) > 0.01 and max(mended) < 1e-6
 
 
+def moved_at_rest(reduce_unused: bool, order: str) -> tuple[float | None, float]:
+    """Let all ranks train route 1, then 0; return the last gradient of 1, and its move.
+
+    Of the gradient it is the largest value, or None if there is no gradient.
+    """
+    model: Any = Routed()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model.set_reduce_scatter_unused_params(reduce_unused)
+    adam = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    resting, weights, largest = model.routes[1].weight, [], None
+    for route in (1, 0):
+        weights.append(resting.full_tensor().clone())
+        model(torch.ones(1, 4), route, order if route == 0 else "").sum().backward()
+        grad = resting.grad
+        largest = None if grad is None else grad.full_tensor().abs().max().item()
+        adam.step()
+        adam.zero_grad()
+    assert not weights[1].equal(weights[0])
+    return largest, (resting.full_tensor() - weights[1]).abs().max().item()
+
+
+def test_a_route_at_rest_is_moved_if_its_gradient_is_of_zeros(
+    worker_pool: WorkerPool,
+) -> None:
+    assert worker_pool.run(moved_at_rest, False, "") == [(None, 0.0)] * 2
+    for mend in ((True, ""), (False, "equal")):
+        ends = worker_pool.run(moved_at_rest, *mend)
+        assert len(ends) == 2
+        assert all(largest == 0.0 and moved > 0.01 for largest, moved in ends), mend
+
+
 def output_of_other_routes() -> float:
     """Let each rank call another unit; return how far from one process's output."""
     sharded: Any = Routed()

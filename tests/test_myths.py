@@ -269,8 +269,9 @@ def test_port_0_is_chosen_by_the_system_and_told_to_nobody() -> None:
         dist.TCPStore("127.0.0.1", 0, is_master=False, timeout=limit)
 
 
-def test_causal_models_of_hugging_face_shift_the_labels() -> None:
-    # They want a copy of the inputs, where chapter 03's GPT wants the next tokens.
+def test_decoder_only_models_of_hugging_face_shift_the_labels() -> None:
+    # They want a copy of the inputs, where chapter 03's GPT wants the next tokens. So
+    # do the decoders that are cut from an encoder-decoder.
     import transformers
 
     tokens, counted = torch.arange(12).view(2, 6), 0
@@ -281,14 +282,20 @@ def test_causal_models_of_hugging_face_shift_the_labels() -> None:
         transformers.GPT2Config(**ends, n_embd=8, n_layer=1, n_head=2),
         transformers.Qwen2Config(**ends, **widths, **heads),
     ]
+    cut: Any = {"is_decoder": True, "decoder_layers": 1, "decoder_attention_heads": 2}
+    cut |= {"vocab_size": 16, "d_model": 8, "decoder_ffn_dim": 8}
+    for kind in (transformers.BartConfig, transformers.WhisperConfig):
+        configs.append(kind(**cut, pad_token_id=0))
     for config in configs:
         model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
         found = model(input_ids=tokens, labels=tokens)
-        of_next = found.logits[:, :-1].flatten(0, 1)
-        due = cross_entropy(of_next, tokens[:, 1:].flatten())
+        logits, labels = found.logits, tokens
+        if counted < 2:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        due = cross_entropy(logits.flatten(0, 1), labels.flatten())
         torch.testing.assert_close(found.loss, due)
         counted += 1
-    assert counted == 2
+    assert counted == 4
 
 
 # --- 03: older texts. ----------
