@@ -792,6 +792,22 @@ def test_ranks_with_different_models_are_refused(worker_pool: WorkerPool) -> Non
     assert words in errors
 
 
+def one_model_after_a_call_of_one_rank() -> str:
+    """Wrap one model on both ranks, after a collective that rank 1 alone makes."""
+    if dist.get_rank() == 1:
+        numbers = [torch.tensor([0]) for _ in range(2)]
+        dist.all_gather(numbers, torch.tensor([0]))
+    return error_of(lambda: DistributedDataParallel(torch.nn.Linear(2, 1)))
+
+
+def test_equal_models_seem_to_differ_where_ranks_are_out_of_step(
+    worker_pool: WorkerPool,
+) -> None:
+    errors = worker_pool.run(one_model_after_a_call_of_one_rank)
+    words = "Rank 0 has 2 params, while rank 1 has inconsistent 0 params."
+    assert words in errors[0] and len(errors) == 2
+
+
 def frozen_on_one_rank() -> tuple[list[bool], str]:
     """Freeze a bias on rank 1 only; say whether two lists tell the ranks apart."""
     layer = torch.nn.Linear(2, 1)

@@ -1669,17 +1669,26 @@ def resumed_with_an_unused_layer(folder: Path, way: str) -> str:
             optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
         return stateful.Training(model, optimizer)
 
-    was = {"was left out": "left out", "was SGD": "SGD"}.get(way, "")
+    was = {"was left out": "left out"}.get(way, "SGD" if "was SGD" in way else "")
     saved, loaded = run(was), run(way)
     for parameter in saved.model["used"].parameters():
         parameter.grad = torch.ones_like(parameter)
     saved.optimizer.step()
     dcp.save({"run": saved}, checkpoint_id=folder)
-    partial = dcp.DefaultLoadPlanner(allow_partial_load=way == "partial load")
-    try:
-        dcp.load({"run": loaded}, checkpoint_id=folder, planner=partial)
-    except CheckpointException as error:
-        return str(error)
+    if way.startswith("rolled back"):
+        saved.optimizer.step()
+        loaded = saved
+    partial = dcp.DefaultLoadPlanner(allow_partial_load="partial load" in way)
+    options = StateDictOptions(strict="not strict" not in way)
+    takes_over = functools.partial(set_state_dict, options=options)
+    with mock.patch.object(stateful, "set_state_dict", takes_over):
+        try:
+            dcp.load({"run": loaded}, checkpoint_id=folder, planner=partial)
+        except (CheckpointException, RuntimeError) as error:
+            return str(error)
+    if was == "SGD":
+        (group,) = loaded.optimizer.param_groups
+        return f"weight_decay {group['weight_decay']}, betas {group['betas']}"
     states = [run.model.state_dict() for run in (saved, loaded)]
     for (name, ours), theirs in zip(states[0].items(), states[1].values(), strict=True):
         assert torch.equal(ours.full_tensor(), theirs.full_tensor()), name
@@ -1704,6 +1713,19 @@ def test_weights_that_never_had_a_gradient_are_missing_from_a_checkpoint(
             if way == "was SGD":  # it has a momentum of one layer, and no step
                 error = error.replace("state.used.", "state.unused.")
             assert said in error if way in fails else error == "", error
+    # AdamW's own decay is 0.01.
+    arguments = (resumed_with_an_unused_layer, tmp_path / "SGD")
+    said = "weight_decay 0, betas (0.9, 0.999)"
+    assert worker_pool.run(*arguments, "was SGD, partial load") == [said] * 2
+    # The process that saved has a state of one layer, and makes none of the other.
+    said = "Missing optimizer state for parameter 'unused.weight' in checkpoint."
+    ways = ["rolled back", "rolled back, partial load", "rolled back, not strict"]
+    errors = [
+        worker_pool.run(resumed_with_an_unused_layer, tmp_path / way, way)
+        for way in ways
+    ]
+    assert errors[2] == ["", ""] and len(errors) == 3
+    assert [e.startswith(said) for e in errors[0] + errors[1]] == [True] * 4
 
 
 def moments_resumed(folder: Path, is_frozen: bool) -> int:

@@ -946,7 +946,10 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 def refusals() -> list[str]:
-    """Cut in another order, on another mesh, without norms; return what is said."""
+    """Cut in another order, on another mesh, without norms; return what is said.
+
+    The last two are loops over the modules, the root first, with a mesh and without.
+    """
     whole = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=AXES)
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "x"))
 
@@ -967,11 +970,17 @@ def refusals() -> list[str]:
         train.parallelize_module(part, whole["tensor"], gpt.PLAN)
         part(torch.zeros(1, 4, dtype=torch.int64))
 
+    def root_first(**settings: Any) -> None:
+        for module in stage().modules():
+            fully_shard(module, **settings)
+
     calls = [
         fsdp_first,
         lambda: fully_shard(stage(other["tensor"]), mesh=whole["data"]),
         lambda: fully_shard(stage(whole["tensor"])),
         norms_are_plain,
+        lambda: root_first(mesh=whole["data"]),
+        root_first,
     ]
     return [refusal(call) for call in calls]
 
@@ -979,12 +988,15 @@ def refusals() -> list[str]:
 def test_order_and_meshes_that_pytorch_refuses(worker_pool: WorkerPool) -> None:
     results = worker_pool.run(refusals, world_size=4)
     assert len(results) == 4
-    for first, other, unnamed, plain in results:
+    for first, other, unnamed, plain, *root_first in results:
         assert "ValueError: Cannot distribute a DTensor with device mesh" in first
         assert "to a different device mesh" in first
         assert "Cannot concatenate overlapping meshes" in other
         assert "Invariant encountered: value was None" in unnamed
         assert "native_layer_norm.default got mixed torch.Tensor and DTensor" in plain
+        assert len(root_first) == 2
+        assert "Cannot concatenate overlapping meshes" in root_first[0]
+        assert "Invariant encountered: value was None" in root_first[1]
 
 
 # --- Save and resume. ----------
