@@ -1267,14 +1267,18 @@ def test_all_send_first_gets_stuck_at_any_size(
 
 
 def send_past_the_receiver(way: str) -> str:
-    """Send to the wrong rank, or with a tag that nobody waits for; return the error."""
+    """Send what rank 1 does not wait for; return the error."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     assert isinstance(group, dist.ProcessGroup)
     try:
         if dist.get_rank() == 0:
             wrong = {"dst": 2} if way == "dst" else {"dst": 1, "tag": 1}
+            if way == "isend":
+                work = dist.isend(torch.ones(1), group=group, **wrong)
+                assert work is not None
+                work.wait()
             dist.send(torch.ones(1), group=group, **wrong)
-        elif dist.get_rank() == 1:
+        elif dist.get_rank() == 1 and way != "no recv":
             dist.recv(torch.ones(1), src=0, group=group)
     except RuntimeError as error:
         return str(error)
@@ -1283,7 +1287,7 @@ def send_past_the_receiver(way: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("way", ["dst", "tag"])
+@pytest.mark.parametrize("way", ["dst", "tag", "isend"])
 def test_a_send_and_a_recv_that_do_not_fit_both_wait(
     worker_pool: WorkerPool, way: str
 ) -> None:
@@ -1293,3 +1297,11 @@ def test_a_send_and_a_recv_that_do_not_fit_both_wait(
         timed_out = f"Timed out waiting 1000ms for {call} operation to complete"
         assert re.search("|".join([timed_out, *LOST]), error)
     assert any("Timed out" in error for error in errors)
+
+
+def test_a_send_waits_for_a_rank_that_does_not_come_to_recv(
+    worker_pool: WorkerPool,
+) -> None:
+    error, *others = worker_pool.run(send_past_the_receiver, "no recv", world_size=3)
+    assert error.endswith("Timed out waiting 1000ms for send operation to complete")
+    assert others == ["", ""]

@@ -54,7 +54,7 @@ from torch.amp import GradScaler
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.utils.checkpoint import checkpoint
 
-from launch import ROOT, clean_environment, deepspeed, python
+from launch import ROOT, clean_environment, deepspeed, free_port, python
 from readme_runner import parse_block
 from test_house_rules import fences, links_and_anchors, markdown, repository
 from worker_pool import WorkerPool
@@ -458,11 +458,15 @@ def cut_file() -> str:
     """Load a checkpoint that is still being saved, then half of it."""
     with scratch_file() as path:
         torch.save({"weight": torch.ones(1000)}, path)
-        saved = {"weight": torch.ones(1000), "in between": LoadedInBetween(path)}
+        saved = {"weight": torch.ones(100_000), "in between": LoadedInBetween(path)}
         torch.save(saved, path)
         assert torch.load(path)["in between"] == {}
-        os.truncate(path, os.path.getsize(path) // 2)
-        return error_of(lambda: torch.load(path, weights_only=True))
+        whole = os.path.getsize(path)
+        os.truncate(path, whole // 2)
+        said = error_of(lambda: torch.load(path, weights_only=True))
+        os.truncate(path, whole)  # now its second half is zeros
+        assert error_of(lambda: torch.load(path, weights_only=True)) == said
+        return said
 
 
 def foreign_object() -> str:
@@ -553,13 +557,17 @@ def wrapped_names() -> str:
 
 
 def not_joined() -> str:
-    """Ask for a rank outside of any group; join one that `init_device_mesh` made."""
+    """Ask for a rank outside of any group; join a group that is there already."""
     dist.destroy_process_group()
     before = error_of(dist.get_rank)
     with mock.patch.dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT="0"):
         dist.device_mesh.init_device_mesh("cpu", (1,))
     settings = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    return f"{before}\n{error_of(lambda: dist.init_process_group(**settings))}"
+    after = error_of(lambda: dist.init_process_group(**settings))
+    dist.destroy_process_group()
+    dist.init_process_group(**settings)
+    assert error_of(lambda: dist.init_process_group(**settings)) == after
+    return f"{before}\n{after}"
 
 
 def local_function() -> str:
@@ -811,9 +819,13 @@ def bob():
 process = multiprocessing.get_context("fork").Process(target=bob, daemon=True)
 process.start()
 join("alice", 0)
-for call in [(time.sleep, (60,), None, 0.2), (os._exit, (9,))]:
+for call in [
+    lambda: rpc.rpc_sync("bob", time.sleep, (60,), timeout=0.2),
+    lambda: rpc.remote("bob", time.sleep, (60,), timeout=60).to_here(timeout=0.2),
+    lambda: rpc.rpc_sync("bob", os._exit, (9,)),
+]:
     try:
-        rpc.rpc_sync("bob", *call)
+        call()
     except RuntimeError as error:
         print(f"RuntimeError: {error}", flush=True)
 process.join()
@@ -1103,7 +1115,9 @@ def terminal_closed(*options: str) -> str:
 def peer_gone() -> str:
     """Call a process that does not answer in time, then one that ends instead."""
     with scratch_file() as path:
-        return python("-c", PEER_GONE, path).output
+        output = python("-c", PEER_GONE, path).output
+    assert output.count("RPC ran for more than set timeout (200 ms)") == 2
+    return output
 
 
 def thread_left() -> str:
@@ -1371,6 +1385,34 @@ def test_a_child_that_fills_a_queue_does_not_end_before_it_is_read() -> None:
         child.join()
         assert child.exitcode == 0
     assert ended == [0, None]
+    # They all write to one pipe.
+    queue = context.Queue()
+    put = partial(context.Process, target=queue.put, args=("x" * 30_000,))
+    children = [put() for _ in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(1)
+    assert None in [child.exitcode for child in children]
+    assert [len(queue.get()) for _ in children] == [30_000] * 3
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0] * 3
+
+
+def test_a_tensor_in_a_queue_is_lost_with_the_child_that_put_it() -> None:
+    context, got = torch.multiprocessing.get_context("fork"), []
+    for value in (np.ones(3), torch.ones(3)):
+        queue = context.Queue()
+        child = context.Process(target=queue.put, args=(value,))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        try:
+            got.append(queue.get(timeout=60).tolist())
+        except (OSError, EOFError):
+            got.append(None)
+    assert got == [[1, 1, 1], None]
 
 
 def test_a_lock_that_is_left_stops_who_compiles_an_extension(tmp_path: Path) -> None:
@@ -1463,6 +1505,30 @@ def test_on_gloo_a_rank_waits_until_the_others_have_begun_to_join(
 ) -> None:
     found = worker_pool.run(others_that_have_begun, str(tmp_path))
     assert found == [["rank 0", "rank 1"]] * 2
+
+
+def alone_in_new_group() -> list[str]:
+    """Let rank 0 alone make the second and third group of both; return what it says."""
+    rank, both = dist.get_rank(), [0, 1]
+    port = [free_port()]
+    dist.broadcast_object_list(port)
+    store = dist.TCPStore("127.0.0.1", port[0], 2, is_master=rank == 0)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.new_group(both)
+    limit: dict[str, Any] = {"timeout": timedelta(seconds=1)}
+    if rank == 1:
+        return []
+    said = [error_of(lambda: dist.new_group(both, **limit))]
+    limit["use_local_synchronization"] = True
+    return [*said, error_of(lambda: dist.new_group(both, **limit))]
+
+
+def test_a_group_names_the_member_that_has_not_come(worker_pool: WorkerPool) -> None:
+    (one, named_by_a_hash), nothing = worker_pool.run(alone_in_new_group)
+    assert re.search(r"wait timeout after 1000ms, keys: .*//2//cpu//0/1$", one)
+    assert re.search(r"//[0-9a-f]{40}//cpu//0/1$", named_by_a_hash)
+    assert nothing == []
 
 
 def test_everything_provoked_is_quoted() -> None:
