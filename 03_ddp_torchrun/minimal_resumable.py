@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from contextlib import nullcontext
-from math import cos, pi
+from math import cos, pi  # torch.load refuses what NumPy's would put into a rate
 from zipfile import is_zipfile
 
 import torch
@@ -63,12 +63,15 @@ def save_parts(parts, epochs_done) -> None:
     os.replace(f"{FILE}.tmp", FILE)  # whole, new or old, unless power fails
 
 
-def load_parts(parts, optimizer) -> int:
+def load_parts(parts) -> int:
     """Load what was saved, if anything; every rank calls it. Return the epochs done."""
     if not os.path.exists(FILE):  # all machines must share the file system that has it
         return 0
-    # Of this run: "lr", and what schedules keep beside it, such as "initial_lr".
-    rates = [{k: g[k] for k in g if k[-2:] == "lr"} for g in optimizer.param_groups]
+    rates = {  # of this run: "lr", and what schedules keep beside it, as "initial_lr"
+        one: [{k: g[k] for k in g if k[-2:] == "lr"} for g in one.param_groups]
+        for one in parts.values()
+        if isinstance(one, torch.optim.Optimizer)
+    }
     # Each part then moves its tensors to its device, but for Adam's counts of steps,
     # which are read in each step and would be slow there.
     saved = torch.load(FILE, map_location="cpu")
@@ -78,12 +81,13 @@ def load_parts(parts, optimizer) -> int:
             # Settings of SGD without momentum load into Adam without an error; only a
             # step raises one. So step here, where the message is clear: as there are no
             # gradients yet, a step with the right settings changes nothing.
-            if part is optimizer:
-                optimizer.step()
+            if part in rates:
+                part.step()
     except (KeyError, RuntimeError, ValueError) as e:
         sys.exit(f"{FILE}: another model or optimizer: {str(e).splitlines()[-1]}")
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group.update(rate)  # those of the first step; main() then steps the schedule
+    for optimizer, own in rates.items():
+        for group, rate in zip(optimizer.param_groups, own, strict=True):
+            group.update(rate)  # of the first step; main() then steps the schedule
     return saved["epoch"]
 
 
@@ -131,7 +135,7 @@ def main() -> None:
     steps = EPOCHS * (len(loader) // ACCUMULATE) or sys.exit("too few samples per rank")
     schedule = LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
     parts = {"model": model, "adam": optimizer}  # all that is saved and loaded
-    first_epoch = load_parts(parts, optimizer)
+    first_epoch = load_parts(parts)
     # The schedule is stepped to where it was, not saved: with another number of ranks
     # an epoch has another number of steps, and this run's own rates are to hold.
     for _ in range(first_epoch * steps // EPOCHS):

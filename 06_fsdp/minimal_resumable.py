@@ -51,13 +51,12 @@ def resume(path: Path, model: Any, optimizer: Any) -> int:
     if path.is_dir():
         state, planner = state_of(model, optimizer, epoch=0), dcp.DefaultLoadPlanner()
         dcp.load(state, checkpoint_id=path, planner=planner)  # into shards
-        # That is all it takes. But DCP ignores what is saved and has no place here. The
-        # planner knows what was saved: refuse, before layers are silently left out.
+        # That is all. But DCP ignores saved layers that have no place here: refuse.
         saved: Any = planner.metadata
         left = saved.state_dict_metadata.keys() - planner.state_dict
         if more := [n for n in left if n.startswith(("model.", "adam.state."))]:
             raise RuntimeError(f"no place for {max(more)}")
-    else:  # a file of chapter 03; without one, leave this and `by_name` out
+    else:  # chapter 03's file; without one, leave out this and `by_name`
         state = torch.load(path, map_location="cpu", mmap=True)  # on every rank
         state["adam"] = by_name(state["adam"], model, optimizer)
     options = states.StateDictOptions(full_state_dict=path.is_file())
@@ -94,7 +93,7 @@ def main() -> None:
     train_set = WindowDataset(load_text(None, 128)[0], block_size=128, samples=512)
     sampler = DistributedSampler(train_set, drop_last=True)
     loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler)
-    torch.manual_seed(0)  # the same weights on all ranks
+    torch.manual_seed(0)  # equal weights
     model: Any = GPT(GPTConfig()).to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     dtype = None if device.type == "cpu" else torch.bfloat16
@@ -112,13 +111,13 @@ def main() -> None:
     except (dcp.CheckpointException, LookupError, OSError, RuntimeError) as e:
         raise SystemExit(f"move {path} away: {str(e).splitlines()[-1]}") from e
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group.update(rate)  # "lr", and what schedules keep beside it, as "initial_lr"
+        group.update(rate)  # also "initial_lr"
     for _ in range(first_epoch * len(loader)):  # as these ranks count them
         schedule.step()
     if dist.get_rank() == 0:
         print(f"{mesh.size()} ranks on {device}: {first_epoch} of {EPOCHS} epochs done")
     for epoch in range(first_epoch, EPOCHS):
-        sampler.set_epoch(epoch)  # another order in each epoch
+        sampler.set_epoch(epoch)
         torch.manual_seed(epoch * mesh.size() + dist.get_rank())  # for dropout
         mean = torch.zeros((), device=device)
         for _, inputs, labels in loader:

@@ -1320,6 +1320,31 @@ def test_ranks_that_call_different_units_compute_with_mixed_weights(
     assert min(worker_pool.run(output_of_other_routes)) > 0.01
 
 
+def gradients_of_a_late_layer(is_late: bool) -> list[float]:
+    """Add a layer before or after `fully_shard`; return the gradient of its weight."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4))
+    sharded = model if is_late else model.append(nn.Linear(4, 1))
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    if is_late:
+        torch.manual_seed(1)
+        model.append(nn.Linear(4, 1))
+    model(torch.full((1, 4), dist.get_rank() + 1.0)).sum().backward()
+    gradient = model[1].weight.grad
+    return getattr(gradient, "full_tensor", lambda: gradient)().flatten().tolist()
+
+
+def test_a_layer_added_after_fully_shard_is_each_rank_s_own(
+    worker_pool: WorkerPool,
+) -> None:
+    first, second = worker_pool.run(gradients_of_a_late_layer, False)
+    assert first == second
+    first, second = worker_pool.run(gradients_of_a_late_layer, True)
+    assert first != second
+    said = "add it before `fully_shard`, or each rank silently trains its own"
+    assert said in words_of(CHAPTER)
+
+
 def one_route_more_on_rank_0(reduce_unused: bool) -> float:
     """Use more of the root's parameters on rank 0; return the mean of a gradient."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file

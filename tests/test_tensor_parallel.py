@@ -1029,6 +1029,17 @@ def test_embedding_split_by_rows_has_a_whole_gradient(worker_pool: WorkerPool) -
     assert shapes == [((128, D), (256, D), (128, D))] * 2
 
 
+def dtypes_under_autocast() -> list[torch.dtype]:
+    """Return what a row-parallel layer with a bias makes, and what `nn.Linear` does."""
+    layers = [modules["parallel_layers"].RowParallelLinear(4, 4), nn.Linear(2, 4)]
+    with torch.autocast("cpu", torch.bfloat16):
+        return [layer(torch.ones(1, 2)).dtype for layer in layers]
+
+
+def test_a_bias_is_added_in_the_dtype_of_the_sum(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(dtypes_under_autocast) == [[torch.bfloat16] * 2] * 2
+
+
 # --- train.py as a whole. ----------
 
 

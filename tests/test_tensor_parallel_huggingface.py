@@ -791,6 +791,35 @@ def test_model_that_does_not_fit_the_plan_is_refused(
     assert found.startswith(said) and bool(found) == bool(said)
 
 
+def refused_scales(folder: Path) -> str:
+    """Load a matrix in fp8, which has its scale beside it; return what is said."""
+    from safetensors.torch import load_file, save_file
+
+    ours, _ = modules()
+    if dist.get_rank() == 0:
+        load_chapter(ROOM)["tiny_qwen"].write_checkpoint(str(folder), tied=True)
+        file, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+        matrix = load_file(file)[name]
+        scale = matrix.abs().max() / 448
+        small = {name: (matrix / scale).to(torch.float8_e4m3fn)}
+        scales = {f"{name}_scale_inv": scale.view(1, 1)}
+        save_file(load_file(file) | small | scales, file, {"format": "pt"})
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    try:
+        ours.load_split(str(folder), mesh, None)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_scales_of_weights_in_fp8_are_not_passed_over(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    said = f"{tmp_path}: no place for model.layers.1.mlp.up_proj.weight_scale_inv"
+    assert worker_pool.run(refused_scales, tmp_path) == [said] * 2
+
+
 def test_transformers_itself_leaves_norms_activations_and_logits_whole(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:

@@ -41,7 +41,11 @@ def build_on_meta(name: str) -> Any:
 def load_in_shards(
     name: str, device: torch.device, policy: MixedPrecisionPolicy
 ) -> Any:
-    """Shard the model, and fill it from rank 0's files; every rank calls this."""
+    """Shard the model, and fill it from rank 0's files; every rank calls this.
+
+    Parameters that are added afterwards, such as LoRA's, are not sharded, and each rank
+    trains its own: add them before `fully_shard`, and to rank 0's `weights`.
+    """
     model = build_on_meta(name)
     layers = model.model.layers
     for i, layer in enumerate(layers):

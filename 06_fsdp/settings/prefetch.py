@@ -21,10 +21,9 @@ from ranks import check, join, leave, say
 
 # Begin without it. On a GPU, all-gathers (A0: block 0's) and computations (C0) are two
 # streams, queues that the CPU fills far ahead. By default it queues the next block's
-# all-gather in forward after this block's computations, but while the GPU still does
-# them ("implicit prefetching"). If blocks compute too little for that, a profile shows
-# the computing stream idle before each, and the all-gather queued late: look 1 ahead,
-# which queues it before this block's computations. Two streams, time to the right:
+# all-gather in forward after this block's computations, while the GPU still does them
+# ("implicit prefetching"). If blocks compute too little, that is late: look 1 ahead,
+# which queues it before them. Two streams, time to the right:
 #     by default      | too little to compute | the same, 1 ahead
 #     A0  A1  A2      | A0    A1    A2        | A0 A1 A2
 #         C0- C1- C2- |    C0    C1    C2     |    C0 C1 C2

@@ -116,7 +116,10 @@ def split_over_ranks(model: Any, mesh: DeviceMesh, dtype: torch.dtype | None) ->
 
 
 def load_split(name: str, mesh: DeviceMesh, dtype: torch.dtype | None) -> Any:
-    """Build a split model; each rank reads from the files its slices alone."""
+    """Build a split model; each rank reads from the files its slices alone.
+
+    Raises ValueError if a file has what the model has not, or of `build_on_meta`.
+    """
     model = build_on_meta(name, mesh["tensor"].size())
     split_over_ranks(model, mesh, dtype)
     model.to_empty(device=mesh.device_type)
@@ -128,7 +131,12 @@ def load_split(name: str, mesh: DeviceMesh, dtype: torch.dtype | None) -> Any:
         del weights[twin]  # a tied matrix is in the files once
     is_folder = Path(name).is_dir()
     folder = name if is_folder else snapshot_download(name, allow_patterns=files)
-    checkpoint.load(weights, storage_reader=HuggingFaceStorageReader(folder))
+    reader = HuggingFaceStorageReader(folder)
+    # It passes over what has no place here, as the scales of weights in fp8.
+    stored, ours = reader.read_metadata().state_dict_metadata, model.state_dict()
+    if others := [n for n in stored if n not in ours and "inv_freq" not in n]:
+        raise ValueError(f"{name}: no place for {min(others)}")
+    checkpoint.load(weights, storage_reader=reader)
     return model
 
 

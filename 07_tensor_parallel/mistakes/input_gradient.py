@@ -41,7 +41,7 @@ def main() -> None:
         # and `first` below it needs the sum.
         # Write: y = (CopyToRanks.apply(hidden) @ weights[1]).relu() @ weights[2]
         y = (hidden @ weights[1]).relu() @ weights[2]
-        # (In your code: SumOverRanks.) detach() shares y's memory, autograd is not told.
+        # (In your code: SumOverRanks.) detach() shares y's memory; autograd isn't told.
         # A term's gradient is the sum's, and @ (unlike tanh) does not keep its result.
         dist.all_reduce(y.detach())
         loss = (y - target).square().mean()

@@ -100,7 +100,7 @@ class RowParallelLinear(nn.Module):
             n, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
             x = CopyToRanks.apply(x, self.group).chunk(n, -1)[rank]
         y = SumOverRanks.apply(F.linear(x, self.weight), self.group)
-        return y if self.bias is None else y + self.bias  # once: after the sum
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # after the sum
 
 
 def square_of_norm(grad):
