@@ -60,10 +60,48 @@ def losses_of(run: Any, stage: Any, inputs: Any, labels: Any, **every: Any) -> l
     return losses
 
 
+def holders_of(parts: list, model: Any) -> dict[Tensor, Any]:
+    """Return the stages of each parameter; refuse two mistakes of a `Part`."""
+    owned, named, holders = set(model.parameters()), {}, {}
+    for i, one in enumerate(parts):
+        for name, p in one.named_parameters():
+            # It copies or makes a layer, whose weight is tied to none then; or it
+            # counts layers from 0 on each stage, and one name has two values.
+            if p not in owned or named.setdefault(name, p) is not p:
+                raise SystemExit(f"stage {i}: {name} is a copy, or two have this name")
+            holders[p] = (*holders.get(p, ()), i)
+    return holders
+
+
+# Only for models whose forward writes buffers, as BatchNorm's (then on every stage).
+def learn_shapes(part: Any, *call: Any) -> None:
+    """Make the first call, which runs garbage too; undo what it moves."""
+    kept = [buffer.clone() for buffer in part.buffers()]
+    losses_of(*call)
+    for buffer, before in zip(part.buffers(), kept, strict=True):
+        buffer.copy_(before)
+    part.zero_grad()
+
+
+def sum_tied_gradients(tied: dict[Tensor, Any]) -> None:
+    """Give all stages of a tied weight the sum of their gradients."""
+    for p, group in tied.items():
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad, group=group)
+
+
+# clip_grad_norm_ would take this stage's norm alone, and a tied weight twice.
+def clip_by_whole_norm(part: Any, own: list, device: torch.device) -> None:
+    """Clip by all stages' norm; `own` are this stage's, a tied weight on one alone."""
+    norm = get_total_norm([p.grad for p in own if p.grad is not None])
+    squares = norm.to(device).double().square()
+    dist.all_reduce(squares)
+    clip_grads_with_norm_(part.parameters(), MAX_NORM, squares.sqrt())
+
+
 def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     """Train for one epoch, the stage of this rank's number on one device."""
-    # The pipeline is `stage`, `pipeline` and `losses_of(pipeline.step, ...)`. The rest:
-    # `parts`, `holders`, `tied` for shared weights, `kept` for buffers, a clipped norm.
     rank, stages = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)  # the same weights on all ranks
     # Too large for one rank? Build it under torch.device("meta"), without memory, after
@@ -74,16 +112,7 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     if stages > len(model.blocks):  # yours
         raise SystemExit(f"{len(model.blocks)} block(s) cannot make {stages} stages")
     parts: list[Any] = [Part(model, i, stages) for i in range(stages)]
-    owned, named = set(model.parameters()), {}
-    holders: dict[Tensor, Any] = {}  # the stages of each parameter
-    # Two mistakes of a Part: it copies or makes a layer, whose weight is tied to none
-    # then; or it counts layers from 0 on each stage, and one name has two values.
-    for i, one in enumerate(parts):
-        for name, p in one.named_parameters():
-            if p not in owned or named.setdefault(name, p) is not p:
-                raise SystemExit(f"stage {i}: {name} is a copy, or two have this name")
-            holders[p] = (*holders.get(p, ()), i)
-    part, last = parts[rank], stages - 1
+    holders, part, last = holders_of(parts, model), parts[rank], stages - 1
     device = torch.device("cpu")  # unless each local rank can have a GPU of its own
     gpus = torch.accelerator.device_count() - torch.mps.device_count()  # not Apple's
     if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]):
@@ -94,6 +123,8 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     # A group for each set of stages that share weights; every rank makes all of them.
     new_group = functools.cache(dist.new_group)
     tied = {p: new_group(among) for p, among in holders.items() if len(among) > 1}
+    tied = {p: group for p, group in tied.items() if rank in holders[p]}
+    own = [p for p in part.parameters() if holders[p][0] == rank]
     # One to train, one to evaluate: a stage that changes between them learns the shapes
     # of its messages anew each time.
     part.to(device)
@@ -107,26 +138,12 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
     batch_size = MICRO_BATCHES * MICRO_BATCH_SIZE
     sampler = DistributedSampler(train, num_replicas=1, rank=0)  # the same on all
     loader = DataLoader(train, batch_size, sampler=sampler, drop_last=True)
-    own = [p for p in part.parameters() if holders[p][0] == rank]
     for step, (_, inputs, labels) in enumerate(loader, start=1):  # yours
-        # Only for models whose forward writes buffers, as BatchNorm's (then on every
-        # stage): the first call runs garbage too, to learn shapes; undo what it moves.
         if step == 1:
-            kept = [buffer.clone() for buffer in part.buffers()]
-            losses_of(pipeline.step, stage, inputs, labels)
-            for buffer, before in zip(part.buffers(), kept, strict=True):
-                buffer.copy_(before)
-            part.zero_grad()
+            learn_shapes(part, pipeline.step, stage, inputs, labels)
         losses = losses_of(pipeline.step, stage, inputs, labels)
-        for p, group in tied.items():
-            if rank in holders[p] and p.requires_grad:  # all its stages need the sum
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                dist.all_reduce(p.grad, group=group)
-        # clip_grad_norm_ would take this stage's norm alone, and a tied weight twice.
-        norm = get_total_norm([p.grad for p in own if p.grad is not None])
-        squares = norm.to(device).double().square()
-        dist.all_reduce(squares)
-        clip_grads_with_norm_(part.parameters(), MAX_NORM, squares.sqrt())
+        sum_tied_gradients(tied)
+        clip_by_whole_norm(part, own, device)
         optimizer.step()
         optimizer.zero_grad()
         if step % 4 == 0 and rank == last:

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import product
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -794,10 +795,12 @@ def test_ranks_with_different_models_are_refused(worker_pool: WorkerPool) -> Non
 
 def one_model_after_a_call_of_one_rank() -> str:
     """Wrap one model on both ranks, after a collective that rank 1 alone makes."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=1))
     if dist.get_rank() == 1:
         numbers = [torch.tensor([0]) for _ in range(2)]
-        dist.all_gather(numbers, torch.tensor([0]))
-    return error_of(lambda: DistributedDataParallel(torch.nn.Linear(2, 1)))
+        dist.all_gather(numbers, torch.tensor([0]), group=group)
+    model = torch.nn.Linear(2, 1)
+    return error_of(lambda: DistributedDataParallel(model, process_group=group))
 
 
 def test_equal_models_seem_to_differ_where_ranks_are_out_of_step(
