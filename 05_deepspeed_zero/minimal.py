@@ -27,7 +27,7 @@ CONFIG = {
     "zero_optimization": {"stage": 2},
     # This trains in fp32, in stage 2 with 4 + 16/n bytes a parameter: a whole weight,
     # and shards of gradient, master weight and two moments. The next line would cast
-    # weights, but no inputs: float ones then need .to(torch.bfloat16), or .half().
+    # weights, but no inputs: float ones need .to(torch.bfloat16); with fp16, .half().
     # "bf16": {"enabled": True},
     # For a GPU without bf16; a CPU may refuse it. It scales the loss, first by 2 ** 16,
     # and skips a step whose gradients overflow. A "loss_scale" other than 0 is fixed.
