@@ -447,6 +447,19 @@ def test_copies_are_held_against_16_mb_of_text(
     assert grown.call_count == 3
 
 
+def test_pages_that_were_only_read_are_not_counted_as_copied(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A library's code, read in again from its file, is the worker's alone: clean."""
+    rollup = tmp_path / "smaps_rollup"
+    heading = "55d0-7ffc ---p 00000000 00:00 0 [rollup]\n"
+    counts = "Rss: 9000 kB\nPrivate_Clean: 5000 kB\nPrivate_Dirty: 2000 kB\n"
+    rollup.write_text(heading + counts)
+    module = script("copy_on_write")
+    monkeypatch.setattr(module, "ROLLUP", rollup)
+    assert module.written_megabytes() == 2.0
+
+
 def written_by_rank_zero(path: str) -> dict[str, list[int]]:
     """Change samples on rank 0; return what this rank has afterwards."""
     if dist.get_rank() == 0:

@@ -18,13 +18,10 @@ SAMPLES, LENGTH = 200_000, 80
 ROLLUP = Path("/proc/self/smaps_rollup")
 
 
-def private_megabytes() -> float:
-    """Return how much memory this process shares with no other. Linux counts it."""
-    lines = [line.split() for line in ROLLUP.read_text().splitlines()[1:]]
-    return (
-        sum(int(number) for name, number, _ in lines if name.startswith("Private"))
-        / 1e3
-    )
+def written_megabytes() -> float:
+    """Return how much memory this process has written to, and shares with no other."""
+    lines = [line.split() for line in ROLLUP.read_text().splitlines()]
+    return sum(int(words[1]) for words in lines if words[0] == "Private_Dirty:") / 1e3
 
 
 class Samples(Dataset):
@@ -48,7 +45,7 @@ def grown_in_a_worker(samples: Any) -> float:
         batch_sampler=[[], *batches],  # at first it has read none
         num_workers=1,
         multiprocessing_context="fork",
-        collate_fn=lambda batch: private_megabytes(),
+        collate_fn=lambda batch: written_megabytes(),
     )
     sizes = list(loader)
     return sizes[-1] - sizes[0]
@@ -70,7 +67,7 @@ def main() -> None:
     """Hold the samples in each way, and let a worker read them."""
     read_options()
     if not ROLLUP.exists():
-        fail("needs Linux, which counts private memory")
+        fail("needs Linux, which counts the pages written to")
     text = "".join(f"{index:{LENGTH}}" for index in range(SAMPLES)).encode()
     print(f"{len(text) / 1e6:.0f} MB of text   a worker adds  64 workers add")
     added = {}
