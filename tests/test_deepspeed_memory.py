@@ -818,7 +818,7 @@ def test_calculator_s_defaults_are_deepspeed_s(pool: WorkerPool) -> None:
         assert found == both | ours
     page = words_of(ROOM)
     assert "(`stage3_param_persistence_threshold`, 100,000 values)" in page
-    assert "`sub_group_size`, a billion values" in page
+    assert "at most a billion, `sub_group_size`)" in page
     assert "`reduce_bucket_size` is 500 million **values**" in page
     assert (found["threshold"], found["sub_group"], found["bucket"]) == (
         *(100_000, 10**9),

@@ -363,6 +363,62 @@ def with_distribute_module() -> None:
     model(**inputs_of(""))
 
 
+def plain_plan(kind: str) -> tuple[list[str], int, list[str]]:
+    """Split by plain.py's plan.
+
+    Return whose gradients are not one process's, the width of the logits, and what
+    clipping and two kinds of AdamW say.
+    """
+    plain = load_chapter(ROOM)["plain"]
+    alone, call = build(kind, {}), inputs_of("")
+    with mock.patch.object(plain, "small_model", lambda: copy.deepcopy(alone)):
+        model = plain.build_split(init_device_mesh("cpu", (2,)))
+    width = model(**call).logits.shape[-1]
+    far, errors = [], []
+    for one in (model, alone):
+        one(**call).loss.backward()
+    pairs = zip(model.named_parameters(), alone.parameters(), strict=True)
+    for (name, p), q in pairs:
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        if not torch.dist(grad, q.grad) < 1e-4 * q.grad.norm():
+            far.append(name.replace("model.layers.", ""))
+    for use in (
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        torch.optim.AdamW(model.parameters(), fused=True).step,
+        torch.optim.AdamW(model.parameters(), foreach=True).step,
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            use()
+        errors.append(str(caught.value))
+    return far, width, errors
+
+
+def run_plain(fault: str) -> tuple[Any, str]:
+    """Be a rank of plain.py, perhaps with a fault; return its end."""
+    plain, output = load_chapter(ROOM)["plain"], io.StringIO()
+    build_split = plain.build_split
+
+    def other_rows(mesh: Any) -> Any:
+        model = build_split(mesh)
+        if fault == "other rows":
+            weight = model.model.layers[1].self_attn.q_proj.weight.to_local()
+            with torch.no_grad():
+                weight.copy_(weight.flip(0))
+        return model
+
+    with (
+        in_the_pool(plain),
+        mock.patch.object(plain, "build_split", other_rows),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+    ):
+        try:
+            plain.main()
+        except SystemExit as end:
+            return end.code, output.getvalue()
+    return 0, output.getvalue()
+
+
 def by_transformers_itself(folder: Path) -> dict[str, Any]:
     """Load with transformers' own tensor parallelism; compare with one process."""
     from transformers import AutoModelForCausalLM
@@ -818,6 +874,29 @@ def test_scales_of_weights_in_fp8_are_not_passed_over(
 ) -> None:
     said = f"{tmp_path}: no place for model.layers.1.mlp.up_proj.weight_scale_inv"
     assert worker_pool.run(refused_scales, tmp_path) == [said] * 2
+
+
+@pytest.mark.parametrize(("kind", "wrong"), [("qwen2", []), ("qwen3", HEAD_NORMS)])
+def test_plain_plan_leaves_norms_plain(
+    worker_pool: WorkerPool, kind: str, wrong: list[str]
+) -> None:
+    ends = worker_pool.run(plain_plan, kind)
+    assert len(ends) == 2
+    for far, width, errors in ends:
+        assert far == wrong and width == V
+        assert len(errors) == 3
+        for error in errors:
+            assert "got mixed torch.Tensor and DTensor" in error
+
+
+def test_plain_plan_s_check_notices(worker_pool: WorkerPool) -> None:
+    right = worker_pool.run(run_plain, "")
+    assert [code for code, _ in right] == [0, 0]
+    assert "a rank has 230,272 of 427,136 weights" in right[0][1]
+    assert "check: the losses of one process" in right[0][1]
+    ends = worker_pool.run(run_plain, "other rows")
+    assert [code for code, _ in ends] == [1, 1], ends
+    assert "not so: the losses of one process" in ends[0][1]
 
 
 def test_transformers_itself_leaves_norms_activations_and_logits_whole(

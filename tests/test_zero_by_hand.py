@@ -256,9 +256,25 @@ def train_with_pytorch_s_own() -> tuple[list[bool], list[int], set[torch.dtype]]
         else:
             states = optimizer.optim.state.values()
             kept = [t.dtype for s in states for t in s.values() if t.dim()]
-    states = optimizers[ZeroRedundancyOptimizer].optim.state
+    sharded = optimizers[ZeroRedundancyOptimizer]
+    states = sharded.optim.state
     values = [state["exp_avg"].numel() for state in states.values()]
     assert values == [p.numel() for p in states]
+    sharded.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:  # it is AdamW's own, of all parameters
+        whole = sharded.state_dict()
+        parameters = [p for group in sharded.param_groups for p in group["params"]]
+        plain = torch.optim.AdamW(parameters)
+        plain.load_state_dict(whole)
+        assert [p.shape for p, state in plain.state.items() if state] == [
+            state["exp_avg"].shape for state in plain.state.values() if state
+        ]
+        assert len(whole["state"]) > len(states) > 0
+        for p, state in states.items():
+            assert torch.equal(plain.state[p]["exp_avg"], state["exp_avg"])
+    else:
+        with pytest.raises(RuntimeError, match="has not been consolidated"):
+            sharded.state_dict()
     return [torch.equal(p, q) for p, q in zip(*ends, strict=True)], values, {*kept}
 
 
