@@ -18,10 +18,11 @@ class FlatDDP(NaiveDDP):
 
     def average_gradients(self) -> None:
         """Copy all gradients into one flat buffer, all-reduce it, copy them back."""
-        for parameter in self.trainable:
+        trainable = [p for p in self.parameters() if p.requires_grad]
+        for parameter in trainable:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients: Any = [parameter.grad for parameter in self.trainable]
+        gradients: Any = [parameter.grad for parameter in trainable]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, op=dist.ReduceOp.AVG)
         parts = flat.split([gradient.numel() for gradient in gradients])

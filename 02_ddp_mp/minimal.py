@@ -6,6 +6,7 @@ Expect: the mean loss of each epoch, the same for every --nprocs; the weights in
 """
 
 import argparse
+import gc
 import os
 from datetime import timedelta
 
@@ -74,7 +75,8 @@ def join_and_train(rank: int, world_size: int, port: int) -> None:
         world_size=world_size,
         timeout=timedelta(minutes=2),  # by default 30 on gloo, 10 on NCCL
     )
-    train_shard(rank, world_size, device)  # when it returns, the model is gone
+    train_shard(rank, world_size, device)
+    gc.collect()  # now the model is gone, even one in a reference cycle
     dist.destroy_process_group()  # else this rank might never end
 
 
@@ -88,7 +90,7 @@ if __name__ == "__main__":  # each rank imports this file again
         parser.error(f"--nprocs must divide the batch of {GLOBAL_BATCH_SIZE} samples")
     if samples < GLOBAL_BATCH_SIZE:
         parser.error(f"{samples} samples make no batch of {GLOBAL_BATCH_SIZE}")
-    # Where the ranks meet: a small server, at which each leaves its address for the
-    # others. Port 0: the system chooses one that is free.
+    # Where the ranks meet: a small server, at which they leave what the others need to
+    # connect. Port 0: the system chooses one that is free.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     mp.spawn(join_and_train, (nprocs, store.port), nprocs=nprocs)

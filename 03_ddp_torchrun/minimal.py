@@ -4,6 +4,7 @@ Run: torchrun --nproc-per-node=2 03_ddp_torchrun/minimal.py
 Expect: the losses of one_process.py.
 """
 
+import gc
 import os
 
 import torch
@@ -44,4 +45,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # now the model is gone, even a compiled one
     dist.destroy_process_group()

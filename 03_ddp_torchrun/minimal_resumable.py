@@ -7,6 +7,7 @@ Expect: a validation loss after each of two epochs. The same command takes up a 
     begin anew, delete resumable.pt.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -171,4 +172,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # now the model is gone, even a compiled one
     dist.destroy_process_group()

@@ -5,6 +5,7 @@ Expect: the losses of chapter 03's minimal.py, and one of held-out text.
 """
 
 import functools
+import gc
 import os
 from typing import Any
 
@@ -163,4 +164,5 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # now the model is gone, even a compiled one
     dist.destroy_process_group()

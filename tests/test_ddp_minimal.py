@@ -1,9 +1,11 @@
 """The minimal scripts of five chapters: few lines that train as one process does."""
 
 import argparse
+import ast
 import contextlib
 import copy
 import functools
+import gc
 import inspect
 import io
 import json
@@ -14,9 +16,11 @@ import runpy
 import shutil
 import signal
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -2187,6 +2191,51 @@ def test_gloos_threads_end_with_the_pipeline(tmp_path: Path) -> None:
     script.write_text(ENDING)
     done = torchrun(script, str(ROOT / PIPELINE), nproc=2, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.count("True 0\n") == 2
+
+
+class Cycle:
+    """What only the garbage collector frees."""
+
+    def __init__(self) -> None:
+        """Refer to itself."""
+        self.me = self
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("03_ddp_torchrun/minimal.py", "03_ddp_torchrun/minimal_resumable.py"),
+        *("02_ddp_mp/minimal.py", "08_pipeline_parallel/minimal.py"),
+    ],
+)
+def test_a_model_in_a_cycle_is_freed_before_the_group(name: str) -> None:
+    module = ast.parse((ROOT / name).read_text())
+    if name.startswith("02"):
+        (last,) = (
+            node
+            for node in module.body
+            if getattr(node, "name", "") == "join_and_train"
+        )
+        lines: list[ast.stmt] = last.body[-3:]  # pyright: ignore
+    else:
+        lines = module.body[-1].body  # pyright: ignore
+    models, left = [], []
+
+    def train(*_: Any) -> None:
+        models.append(weakref.ref(Cycle()))
+
+    left_by = SimpleNamespace(
+        destroy_process_group=lambda: left.append(models[0]() is None)
+    )
+    given = {"main": train, "train_shard": train, "gc": gc, "dist": left_by}
+    places = dict.fromkeys(("rank", "world_size", "device"))
+    gc.disable()
+    try:
+        code = compile(ast.Module(lines, []), name, "exec")
+        exec(code, given | places)
+    finally:
+        gc.enable()
+    assert left == [True]
 
 
 def too_many_stages() -> tuple[Any, int]:

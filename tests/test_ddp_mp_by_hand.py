@@ -487,6 +487,64 @@ def test_what_no_rank_uses_decays_by_hand_and_stays_under_ddp(
     assert worker_pool.run(moved_by_weight_decay) == [expected] * 2
 
 
+def frozen_and_unfrozen_after_wrapping() -> dict[str, tuple[float, bool]]:
+    """Unfreeze a layer, or freeze it, once it is wrapped.
+
+    Return by way this rank's gradient of the unfrozen one, and whether a step of AdamW
+    has left the other one alone.
+    """
+    found = {}
+    for way in ALL:
+        grads, kept = [], []
+        for is_frozen in (True, False):
+            torch.manual_seed(0)
+            layers: Any = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+            layers[0].requires_grad_(not is_frozen)
+            model = wrap(way, layers)
+            layers[0].requires_grad_(is_frozen)
+            before = layers[0].weight.detach().clone()
+            model(torch.full((1, 1), dist.get_rank() + 1.0)).sum().backward()
+            finish(model)
+            if is_frozen:
+                grads.append(layers[0].weight.grad.item())
+            torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1).step()
+            kept.append(torch.equal(layers[0].weight, before))
+        found[way] = grads[0], kept == [False, True]
+    return found
+
+
+def test_what_is_frozen_or_unfrozen_after_wrapping(worker_pool: WorkerPool) -> None:
+    one, two = worker_pool.run(frozen_and_unfrozen_after_wrapping)
+    assert [*one] == [*two] == ["naive", "flat", *ALL[2:]]
+    assert len(ALL) == 5
+    for way in ALL:
+        is_averaged = one[way][0] == two[way][0]
+        has_buckets = way not in ("naive", "flat", "DDP")
+        assert is_averaged is (way in ("naive", "flat")), way
+        # The buckets' zeros are gradients, with which weights decay.
+        assert one[way][1] is two[way][1] is not has_buckets, way
+
+
+def gradients_of_unequal_epochs() -> list[tuple[int, float]]:
+    """Train 3 batches an epoch on rank 0, 2 on rank 1; return epoch and gradient."""
+    layer: Any = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    batches = [(epoch, i) for epoch in range(2) for i in range(3 - dist.get_rank())]
+    found = []
+    for epoch, i in batches[:4]:  # of rank 0 one would wait
+        layer.zero_grad()
+        layer(torch.full((1, 1), 10.0 * epoch + i)).sum().backward()
+        found.append((epoch, layer.module.weight.grad.item()))
+    return found
+
+
+def test_a_short_rank_s_next_epoch_meets_the_last_steps_of_others(
+    worker_pool: WorkerPool,
+) -> None:
+    one, two = worker_pool.run(gradients_of_unequal_epochs)
+    assert one == [(0, 0.0), (0, 1.0), (0, (2 + 10) / 2), (1, (10 + 11) / 2)]
+    assert two == [(0, 0.0), (0, 1.0), (1, 6.0), (1, 10.5)]
+
+
 def ddp_without_being_told_of_unused_parameters() -> str:
     """Leave a parameter out, with DDP as it comes; return its error."""
     model = wrap("DDP", OneOfTwo())

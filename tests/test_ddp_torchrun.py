@@ -1247,6 +1247,10 @@ def test_a_model_that_outlives_its_group_may_never_end(
     assert ends or any(re.match(".*in <module>", stack) for stack in stacks), stacks
 
 
+# A reference cycle of the model and its hook, as in a Trainer's method; and the one of
+# torch.compile.
+HOOKED = "ddp_model.register_forward_hook(ddp_model.train)"
+COMPILED = "torch.compile(ddp_model, backend='eager')(torch.ones(1, 2))"
 ENDING = """
 {early}
 import psutil
@@ -1271,8 +1275,23 @@ print(psutil.Process().num_threads() - before)
         ("", "del ddp_model", False),
         ("import torch.distributed.nn", "", False),
         ("import torch.distributed.nn", "del ddp_model", True),
+        ("import torch.distributed.nn", f"{HOOKED}; del ddp_model", False),
+        (
+            "import gc, torch.distributed.nn",
+            f"{HOOKED}; del ddp_model; gc.collect()",
+            True,
+        ),
+        ("import torch.distributed.nn", f"{COMPILED}; del ddp_model", False),
+        (
+            "import gc, torch.distributed.nn",
+            f"{COMPILED}; del ddp_model; gc.collect()",
+            True,
+        ),
     ],
-    ids=["held by default arguments", "held by DDP", "held by nobody"],
+    ids=[
+        *("held by default arguments", "held by DDP", "held by nobody"),
+        *("in a cycle with a hook", "collected", "compiled", "compiled, collected"),
+    ],
 )
 def test_a_group_ends_only_with_its_last_reference(
     tmp_path: Path, early: str, late: str, ends: bool

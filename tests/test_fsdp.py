@@ -1272,6 +1272,91 @@ def test_gradients_of_what_other_ranks_do_not_use_are_mixed(
     assert min(mixed) > 0.01 and max(mended) < 1e-6
 
 
+class TwoHeads(nn.Module):
+    """A body and two heads."""
+
+    def __init__(self) -> None:
+        """Make the three layers."""
+        super().__init__()
+        self.body, self.a, self.b = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, head: str, both: bool) -> torch.Tensor:
+        """Compute a head; `both` calls the other one too, times 0."""
+        x = self.body(x)
+        other = self.get_submodule({"a": "b", "b": "a"}[head])
+        y = self.get_submodule(head)(x)
+        return y + 0 * other(x).sum() if both else y
+
+
+def accumulate_under_a_policy(
+    heads: str,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    units: bool = False,
+    each: bool = False,
+    both: bool = False,
+    unused: bool = False,
+) -> str | float:
+    """Run a micro-batch for each head; return the error, or how far gradients are off.
+
+    `units` makes each head one, `each` reduces after each micro-batch.
+    """
+    torch.manual_seed(0)
+    model: Any = TwoHeads()
+    plain: Any = copy.deepcopy(model)
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=reduce_dtype)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*((model.a, model.b) if units else ()), model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    model.set_reduce_scatter_unused_params(unused)
+    for i, head in enumerate(heads, start=1):
+        x = torch.randn(3, 4)  # the same on all ranks, so the mean is this one
+        model.set_requires_gradient_sync(each or i == len(heads))
+        try:
+            model(x, head, both).float().sum().backward()
+        except (AssertionError, AttributeError) as error:
+            return str(error).partition(" but got")[0]
+        plain(x, head, both).sum().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    due = [(p.grad, q.grad) for p, q in pairs if q.grad is not None]
+    assert len(due) >= 4
+    return max(torch.dist(g.full_tensor(), q).item() for g, q in due)
+
+
+def test_micro_batches_that_use_other_weights_fail_under_a_reduce_dtype(
+    worker_pool: WorkerPool,
+) -> None:
+    mixed = "FSDP reduce-scatter expects uniform gradient dtype"
+    uncalled = "'FSDPParam' object has no attribute '_unsharded_param'"
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        *(("ab", {}, mixed), ("ba", {}, mixed), ("aa", {"unused": True}, mixed)),
+        *(("aa", {"units": True}, uncalled), ("ab", {"units": True}, uncalled)),
+        *(("aa", {}, ""), ("a", {"unused": True}, ""), ("a", {"units": True}, "")),
+        *(("ab", {"each": True}, ""), ("ab", {"each": True, "units": True}, "")),
+        *(("ab", {"both": True}, ""), ("ab", {"both": True, "units": True}, "")),
+        *(
+            ("ab", {"reduce_dtype": None}, ""),
+            ("aa", {"each": True, "units": True}, ""),
+        ),
+        ("aa", {"reduce_dtype": None, "units": True}, ""),
+    ]
+    ends = worker_pool.run(run_all, [(h, more) for h, more, _ in cases])
+    assert len(ends) == 2
+    checked = 0
+    for found in ends:
+        for (heads, more, said), end in zip(cases, found, strict=True):
+            checked += 1
+            if said:
+                assert end == said, (heads, more, end)
+            else:
+                assert isinstance(end, float) and 0 < end < 0.2, (heads, more, end)
+    assert checked == 2 * 15
+
+
+def run_all(cases: list[tuple[str, dict[str, Any]]]) -> list[str | float]:
+    """Accumulate in every way."""
+    return [accumulate_under_a_policy(heads, **more) for heads, more in cases]
+
+
 def moved_at_rest(reduce_unused: bool, order: str) -> tuple[float | None, float]:
     """Let all ranks train route 1, then 0; return the last gradient of 1, and its move.
 

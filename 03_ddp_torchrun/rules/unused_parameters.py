@@ -18,7 +18,7 @@ from ranks import check, gather, join, leave, say
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},  # wrong where a loss leaves a parameter out
     # Right in every step, if all losses come from tensors that `forward` returns,
-    # perhaps in a tuple, list or dict.
+    # perhaps in a tuple, list or dict, and no `checkpoint` has `use_reentrant=True`.
     "find_unused_parameters": {"find_unused_parameters": True},
     "static_graph": {"static_graph": True},  # for equal steps; the first not in no_sync
 }
