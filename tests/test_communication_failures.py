@@ -1210,6 +1210,28 @@ def test_swapped_broadcasts_hang_if_their_roots_differ(worker_pool: WorkerPool) 
     assert re.search(ENDS_OF_A_WAIT, str(second)), second
 
 
+def swapped_sums_of_two_groups() -> list[float] | str:
+    """Sum a number in each of two groups, rank 1 in the other order."""
+    limit, rank = timedelta(seconds=1), dist.get_rank()
+    calls = [
+        (torch.tensor([first * 10.0**rank]), dist.new_group(timeout=limit))
+        for first in (1, 100)
+    ]
+    try:
+        for one, group in calls if rank == 0 else reversed(calls):
+            dist.all_reduce(one, group=group)
+    except RuntimeError as error:
+        return str(error)
+    return [one.item() for one, _ in calls]
+
+
+def test_swapped_sums_of_two_groups_hang(worker_pool: WorkerPool) -> None:
+    said = worker_pool.run(swapped_sums_of_two_groups)
+    assert len(said) == 2
+    for text in said:
+        assert re.search(ENDS_OF_A_WAIT, str(text)), text
+
+
 def done_before_rank_1_calls(folder: str) -> list[list[str]]:
     """Sum, then broadcast; on rank 1 return who has done so before it calls."""
     done = []

@@ -39,6 +39,7 @@ from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import SWALR
 
 from launch import ROOT, deepspeed, torchrun
 from pages import words_of
@@ -444,30 +445,43 @@ def test_any_schedule_goes_on_where_it_was_on_other_ranks_too(
     assert resumed == [[due]] * ranks
 
 
-def one_cycle(rate: float) -> tuple[Any, Any]:
-    """Make an optimizer and a schedule of 12 steps, up to ten times the rate."""
+def scheduled(kind: str, rate: float) -> tuple[Any, Any]:
+    """Make an optimizer and a schedule of 12 steps, to ten times the rate."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=rate)
+    if kind == "SWALR":
+        return optimizer, SWALR(optimizer, 10 * rate, anneal_epochs=12)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 10 * rate, 12)
     return optimizer, schedule
 
 
-def one_cycle_resumed(*put_back: str) -> list[float]:
-    """Resume after 4 steps at twice the rate, putting these back; return the rates."""
-    before, (resumed, schedule) = one_cycle(1e-3), one_cycle(2e-3)
+def resumed_at_twice_the_rate(
+    kind: str, put_back: Callable[[str], bool]
+) -> list[float]:
+    """Resume after 4 steps, put such keys back, step as often; return later rates."""
+    before, (resumed, schedule) = scheduled(kind, 1e-3), scheduled(kind, 2e-3)
     rates_of(*before, 4)
     (group,) = resumed.param_groups
-    ours = {name: group[name] for name in put_back}
+    ours = {name: group[name] for name in group if put_back(name)}
     resumed.load_state_dict(before[0].state_dict())
     resumed.param_groups[0].update(ours)
     return rates_of(resumed, schedule, 12)[4:]
 
 
-def test_one_cycle_keeps_rates_in_the_optimizer() -> None:
-    old, due = (rates_of(*one_cycle(rate), 12)[4:] for rate in (1e-3, 2e-3))
+@pytest.mark.parametrize("kind", ["OneCycleLR", "SWALR"])
+def test_some_schedules_keep_rates_in_the_optimizer(kind: str) -> None:
+    old, due = (rates_of(*scheduled(kind, rate), 12)[4:] for rate in (1e-3, 2e-3))
     assert len(due) == 8 and due == pytest.approx([2 * rate for rate in old])
-    assert one_cycle_resumed("lr") == pytest.approx(old)
-    ours = one_cycle_resumed("lr", "initial_lr", "max_lr", "min_lr")
+    by_lr = resumed_at_twice_the_rate(kind, lambda key: key == "lr")
+    assert by_lr[-1] != pytest.approx(due[-1])
+    ours = resumed_at_twice_the_rate(kind, lambda key: key.endswith("lr"))
     assert ours == pytest.approx(due)
+
+
+def test_a_plateau_cannot_be_stepped_without_its_loss() -> None:
+    optimizer, _ = scheduled("SWALR", 1e-3)
+    schedule: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(TypeError, match=r"missing 1 required .*: 'metrics'"):
+        schedule.step()
 
 
 def decay_after_resuming(folder: str) -> float:

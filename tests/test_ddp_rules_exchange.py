@@ -711,11 +711,11 @@ def test_optimizer_may_be_built_before_wrapping(
     assert results == [(True, True, [True, False])] * 2
 
 
-def layer_changed_too_late(change: str) -> tuple[list[float], str]:
+def layer_changed_too_late(change: str, **settings: Any) -> tuple[list[float], str]:
     """Change a wrapped model; return its gradients and the second pass's error."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)]
-    ddp_model = DistributedDataParallel(torch.nn.Sequential(*layers))
+    ddp_model = DistributedDataParallel(torch.nn.Sequential(*layers), **settings)
     if change == "replace":
         ddp_model.module[1] = torch.nn.Linear(2, 1)
     else:
@@ -739,6 +739,10 @@ def test_layer_changed_after_wrapping_is_an_error_in_the_second_pass(
     assert len(results) == 2
     for _, text in results:
         assert "Expected to have finished reduction in the prior iteration" in text
+    # Of a new layer nothing is said where the old one may be unused.
+    replaced = partial(layer_changed_too_late, "replace", find_unused_parameters=True)
+    (first, *_), (second, *_) = said = worker_pool.run(replaced)
+    assert first != second and [text for _, text in said] == ["", ""]
     said = "Load weights, freeze, unfreeze and replace layers before wrapping"
     assert said in words_of(ROOM)
 
@@ -842,6 +846,27 @@ def test_a_layer_unfrozen_after_wrapping_keeps_its_own_gradients(
     run = worker_pool.run
     found = [run(gradients_of_an_unfrozen_layer, wrapped) for wrapped in (True, False)]
     assert found == [[[1.0, 1.5], [2.0, 1.5]], [[1.5, 1.5], [1.5, 1.5]]]
+
+
+def gradients_of_backwards(times: int) -> list[float]:
+    """Call backward so often after one forward pass; return a gradient of two steps."""
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(layer.weight)
+    ddp_model, gradients = DistributedDataParallel(layer), []
+    for _ in range(2):
+        ddp_model.zero_grad()
+        loss = ddp_model(torch.full((1, 1), 1.0 + dist.get_rank())).sum()
+        for _ in range(times):
+            loss.backward(retain_graph=True)
+        gradients.append(layer.weight.grad.item())  # type: ignore
+    return gradients
+
+
+def test_a_second_backward_after_one_forward_adds_a_local_gradient(
+    worker_pool: WorkerPool,
+) -> None:
+    assert worker_pool.run(gradients_of_backwards, 1) == [[1.5, 1.5]] * 2
+    assert worker_pool.run(gradients_of_backwards, 2) == [[2.5, 2.5], [3.5, 3.5]]
 
 
 def crossing_results() -> tuple[Any, list[float]]:

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -646,40 +646,68 @@ class Fields:
     """What a model returns, into which DDP looks in forward alone."""
 
     first: torch.Tensor
-    second: torch.Tensor
+    second: torch.Tensor | None = None
 
 
-# How `forward` may return two outputs, and the gradient on each of two ranks.
-RETURNED: dict[str, tuple[Callable[..., Any], list[Any]]] = {
-    "a tuple": (lambda *two: two, [1.5, 1.5]),
-    "a list": (lambda *two: list(two), [1.5, 1.5]),
-    "a dict": (lambda *two: dict(enumerate(two)), [1.5, 1.5]),
-    "a dataclass": (Fields, [1.0, 2.0]),  # each rank's own, without an error
-    "an object": (lambda *two: SimpleNamespace(first=two[0]), [TWICE] * 2),
+class Two(NamedTuple):
+    """What a model returns, by name and by number."""
+
+    first: torch.Tensor
+    second: torch.Tensor | None = None
+
+
+class Named(dict):
+    """A dict of one's own, into which DDP looks in forward alone."""
+
+
+# How `forward` may return one output or two; what comes of a step that skips the
+# second head, and of one whose loss leaves it out: a mean, or each rank's own gradient.
+OWN = "own, then " + LATE
+RETURNED: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "a tuple": (lambda *outputs: outputs, "mean", "mean"),
+    "a list": (lambda *outputs: list(outputs), "mean", "mean"),
+    "a dict": (lambda *outputs: dict(enumerate(outputs)), "mean", "mean"),
+    "a named tuple": (lambda *outputs: Two(*outputs), "mean", "mean"),
+    "a dataclass": (Fields, "mean", OWN),
+    "a dict of one's own": (lambda *outputs: Named(enumerate(outputs)), "mean", OWN),
+    "an object": (lambda *outputs: SimpleNamespace(first=outputs[0]), TWICE, TWICE),
 }
 
 
-def gradient_of_returned(kind: str) -> float | str:
-    """Return two outputs so, use one in the loss; return the gradient of the body."""
-    wrap, _ = RETURNED[kind]
+def steps_with_returned(kind: str, skips: bool) -> str:
+    """Use one head's output in the loss of two steps; return what comes of them."""
+    wrap, *_ = RETURNED[kind]
     model: Any = TwoHeads()
     heads = model.forward
-    model.forward = lambda inputs: wrap(*heads(inputs))
+    model.forward = lambda inputs: (
+        wrap(model.first(model.body(inputs))) if skips else wrap(*heads(inputs))
+    )
     ddp_model = DistributedDataParallel(model, find_unused_parameters=True)
-    outputs = ddp_model(torch.full((1, 1), dist.get_rank() + 1.0))
-    used = outputs.first if hasattr(outputs, "first") else outputs[0]
-    try:
-        used.sum().backward()
-    except RuntimeError as error:
-        return str(error)[: len(TWICE)]
-    return model.body.weight.grad.item()
+    own = dist.get_rank() + 1.0  # input, and so local gradient
+    outcomes = []
+    for _ in range(2):
+        ddp_model.zero_grad()
+        try:
+            outputs = ddp_model(torch.full((1, 1), own))
+            used = outputs.first if hasattr(outputs, "first") else outputs[0]
+            used.sum().backward()
+        except RuntimeError as error:
+            outcomes.append(str(error))
+            break
+        gradient = model.body.weight.grad.item()
+        outcomes.append({1.5: "mean", own: "own"}[gradient])
+    return ", then ".join(outcomes)
 
 
 @pytest.mark.parametrize("kind", RETURNED)
-def test_find_unused_parameters_sees_into_tuples_lists_and_dicts_alone(
+def test_find_unused_parameters_sees_a_loss_through_tuples_lists_and_dicts_alone(
     worker_pool: WorkerPool, kind: str
 ) -> None:
-    assert worker_pool.run(gradient_of_returned, kind) == RETURNED[kind][1]
+    _, skipped, left_out = RETURNED[kind]
+    for skips, due in ((True, skipped), (False, left_out)):
+        due = "mean, then mean" if due == "mean" else due
+        outcomes = worker_pool.run(steps_with_returned, kind, skips)
+        assert [outcome[: len(due)] for outcome in outcomes] == [due] * 2
 
 
 def gradient_of_one_head(finds_unused: bool) -> float:

@@ -51,6 +51,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.optim.optimizer import _foreach_supported_types
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -1419,6 +1420,29 @@ def gradients_of_a_late_layer(is_late: bool) -> list[float]:
     return getattr(gradient, "full_tensor", lambda: gradient)().flatten().tolist()
 
 
+def clipped_with_a_late_layer(is_frozen: bool) -> tuple[list[str], float]:
+    """Add a layer afterwards, clip and step; return the errors, and the norm."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4)).requires_grad_(not is_frozen)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    torch.manual_seed(1)
+    model.append(nn.Linear(4, 1))
+    model(torch.full((1, 4), dist.get_rank() + 1.0)).sum().backward()
+    norm, errors = math.nan, []
+    for call in ("clip", "step", "foreach", "fused"):
+        settings: Any = {call: True} if call.startswith("f") else {}
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+        try:
+            if call == "clip":
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 9.0).item()
+            else:
+                optimizer.step()
+            errors.append("")
+        except RuntimeError as error:
+            errors.append(str(error).partition(" ")[2][:34])
+    return errors, norm
+
+
 def test_a_layer_added_after_fully_shard_is_each_rank_s_own(
     worker_pool: WorkerPool,
 ) -> None:
@@ -1426,6 +1450,13 @@ def test_a_layer_added_after_fully_shard_is_each_rank_s_own(
     assert first == second
     first, second = worker_pool.run(gradients_of_a_late_layer, True)
     assert first != second
+    mixed = "got mixed torch.Tensor and DTensor"
+    # A GPU takes foreach by itself, for DTensors too.
+    assert DTensor in _foreach_supported_types
+    found = worker_pool.run(clipped_with_a_late_layer, False)
+    assert [errors for errors, _ in found] == [[mixed, "", mixed, mixed]] * 2
+    (ours, norm), (theirs, other) = worker_pool.run(clipped_with_a_late_layer, True)
+    assert ours == theirs == [""] * 4 and norm != other
     said = "add it before `fully_shard`, or each rank silently trains its own"
     assert said in words_of(CHAPTER)
 
@@ -1779,7 +1810,7 @@ def resumed_with_an_unused_layer(folder: Path, way: str) -> str:
             optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
         return stateful.Training(model, optimizer)
 
-    was = {"was left out": "left out"}.get(way, "SGD" if "was SGD" in way else "")
+    was = "SGD" if "was SGD" in way else "left out" if "was left out" in way else ""
     saved, loaded = run(was), run(way)
     for parameter in saved.model["used"].parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -1814,7 +1845,8 @@ def test_weights_that_never_had_a_gradient_are_missing_from_a_checkpoint(
         "Missing key in checkpoint state_dict: run.optimizer.state.unused.weight.step."
     )
     fails = ["", "was left out", "was SGD"]
-    for number, way in enumerate([*fails, "left out", "partial load"]):
+    loads = ["left out", "partial load", "was left out, partial load"]
+    for number, way in enumerate([*fails, *loads]):
         errors = worker_pool.run(
             resumed_with_an_unused_layer, tmp_path / str(number), way
         )

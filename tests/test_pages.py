@@ -626,7 +626,7 @@ def two_dtypes() -> str:
 
 def no_strategy() -> str:
     """Call operators whose results DTensor cannot shard, or not of these inputs."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.ones(6, 3), mesh, [Shard(0)])
@@ -637,20 +637,25 @@ def no_strategy() -> str:
     said.append(error_of(lambda: y.view(3, 3)))
     whole: Any = y.redistribute(placements=[Replicate()] * y.device_mesh.ndim)
     assert whole.view(3, 3).full_tensor().sum() == 9
-    x = distribute_tensor(torch.ones(9), mesh, [Shard(0)])
-    meshes = error_of(lambda: x + y)
-    assert "Cannot run aten.add.Tensor on inputs with different meshes" in meshes
-    moved = distribute_tensor(y.full_tensor(), x.device_mesh, x.placements)
-    both: Any = x + moved
-    assert both.full_tensor().sum() == 18
+    x = distribute_tensor(whole := torch.arange(18.0).view(2, 9), mesh, [Shard(0)])
+    y.requires_grad_()
+    meshes = error_of(lambda: x * y)
+    assert "Cannot run aten.mul.Tensor on inputs with different meshes" in meshes
+    everywhere = [Replicate()] * x.device_mesh.ndim
+    moved = DTensor.from_local(y.full_tensor(), x.device_mesh, everywhere)
+    product: Any = x * moved
+    assert product.full_tensor().equal(whole)
+    product.sum().full_tensor().backward()
+    assert y.grad.full_tensor().equal(whole.sum(0))  # type: ignore
     numbers = distribute_tensor(torch.arange(4), mesh, [Shard(0)])
     calls: list[Any] = [torch.bincount, torch.nonzero, lambda x: x[x > 0], torch.unique]
+    calls.append(lambda x: torch.allclose(x, x))
     said += [error_of(lambda call=call: call(numbers)) for call in calls]
     names = [text.split(maxsplit=1)[0] for text in said[2:]]
-    called = ["bincount", "nonzero", "nonzero", "_unique2"]
+    called = ["bincount", "nonzero", "nonzero", "_unique2", "allclose"]
     assert names == [f"aten.{name}.default" for name in called]
     counts = [text.count("Sharding propagation failed") for text in (*said, meshes)]
-    assert counts == [1] * 7
+    assert counts == [1] * 8
     # Another text, and not this one, for an operator without a rule.
     points = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
     text = error_of(lambda: torch.cdist(points, points))
@@ -1462,6 +1467,16 @@ def skip_a_batch(settings: dict[str, Any]) -> list[str]:
 BATCHES = [torch.ones(length, 2) for length in (1, 2, 1)]
 
 
+def fail_alone() -> list[str]:
+    """Raise in the backward pass of rank 1 alone, and make DDP anew on all ranks."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].register_forward_hook(watch)
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    wrap = partial(torch.nn.parallel.DistributedDataParallel, process_group=group)
+    step = partial(take_a_step, wrap(model), BATCHES[dist.get_rank()])
+    return [error_of(step), error_of(lambda: wrap(model))]
+
+
 @pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}])
 def test_ddp_goes_on_after_no_backward_that_has_raised(
     worker_pool: WorkerPool, settings: dict[str, Any]
@@ -1473,6 +1488,16 @@ def test_ddp_goes_on_after_no_backward_that_has_raised(
     assert third.startswith("Expected to have finished reduction")
     assert beside.startswith("Expected to mark a variable ready only once")
     assert anew == other[4:] == [well] * 2
+
+
+def test_ddp_cannot_be_made_anew_after_one_rank_alone_has_raised(
+    worker_pool: WorkerPool,
+) -> None:
+    waits, raises = worker_pool.run(fail_alone)
+    assert raises[0] == "pretend to be out of memory"
+    assert len(waits) == len(raises) == 2
+    for text in (*waits, raises[1]):
+        assert re.search(r"Timed out waiting|pair closure|by peer|Broken pipe", text)
 
 
 def test_only_a_barrier_says_that_all_ranks_have_joined() -> None:

@@ -920,6 +920,10 @@ def test_plan_without_norms_all_reduces_more_and_cannot_be_clipped(
         assert said[-1].startswith("aten.embedding")  # of the positions
 
 
+# With a residual connection, where the plan takes a whole input for a part.
+OTHER_LENGTH = "The size of tensor a (4) must match the size of tensor b (8)"
+
+
 def norms_of_two_meshes(way: str) -> tuple[str, float, float, float]:
     """Split by columns and rows, then shard; return what clipping says, and two norms.
 
@@ -940,6 +944,9 @@ def norms_of_two_meshes(way: str) -> tuple[str, float, float, float]:
         mine = x.chunk(2)[grid["tensor"].get_local_rank()]
     parallelize_module(ours, grid["tensor"], plan)
     fully_shard(ours, mesh=grid["data"])
+    if way == "whole input":
+        with pytest.raises(RuntimeError, match=re.escape(OTHER_LENGTH)):
+            _ = mine + ours(mine)
     ours(mine).square().sum().backward()
     alone(x).square().sum().backward()
     by_mesh: dict[Any, list[Any]] = {}
