@@ -36,7 +36,8 @@ class EagerSGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         """Step, and forget: gradients that stay would step again.
 
-        With two such optimizers in a process they would again: each sets all `.grad`.
+        They still would with two such optimizers in a process, unless both have the
+        same parameters: each sets all `.grad`.
         """
         loss = super().step(closure)
         self.zero_grad()  # or a weight that the next batch misses would step again
@@ -61,12 +62,15 @@ class HybridModel(nn.Module):
         return self.dense(pooled)  # 2.
 
 
+# To set a rate, call this where the optimizer is; RPC sends no local function:
+#   def set_rate(one: rpc.RRef, rate: float) -> None:
+#       one.local_value().optim.param_groups[0]["lr"] = rate
 def train_with_server(table: RemoteModule) -> dict[str, torch.Tensor]:
     """Be a trainer, as the server asks by RPC; return the dense part's weights."""
     rank, trainers = dist.get_rank(), dist.get_world_size() - 1
-    # Without the server, which makes no collective: by the argument only members make
-    # this call. Without it gloo waits for nobody either, unless
-    # TORCH_DIST_INIT_BARRIER=1 is set: then for the server, in vain, for 30 minutes.
+    # The server makes no collective; by this argument only members make the call.
+    # Without it gloo waits for nobody either, unless TORCH_DIST_INIT_BARRIER=1 is set:
+    # then for the server, in vain, for 30 minutes.
     group: Any = dist.new_group(range(trainers), use_local_synchronization=True)
     model = HybridModel(table)
     ddp = model.dense = DistributedDataParallel(model.dense, process_group=group)
@@ -75,9 +79,7 @@ def train_with_server(table: RemoteModule) -> dict[str, torch.Tensor]:
     # takes an n-th of the rate.
     of_dense = DistributedOptimizer(EagerSGD, dense, LR)
     of_table = DistributedOptimizer(EagerSGD, table.remote_parameters(), LR / trainers)
-    # To set a rate, call a function where the optimizer is, say before each epoch:
-    #   def set_rate(one, rate):
-    #       one.local_value().optim.param_groups[0]["lr"] = rate
+    # To set a rate by the function above, say before each epoch:
     #   for one in of_table.remote_optimizers:
     #       rpc.rpc_sync(one.owner(), set_rate, (one, rate))
     samples, _ = load_samples(ROWS)

@@ -1,5 +1,6 @@
 """Chapter 04: who dies, who is told, and that nothing is left running."""
 
+import multiprocessing
 import os
 import random
 import re
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -22,10 +24,12 @@ import torch
 import torch.distributed as dist
 
 from launch import ROOT, clean_environment, free_port
+from pages import words_of
 from scripts import load_chapter
 
 CHAPTER = "04_rpc_parameter_server"
 TRAIN = ROOT / CHAPTER / "train.py"
+SUPERVISED = load_chapter(CHAPTER)["supervised_roles"]
 NAMES = ["master", "parameter server", "trainer 0", "trainer 1"]
 PATIENCE = 60  # seconds; generous, because other tests may hold the cores
 
@@ -38,10 +42,10 @@ class Run:
         self.mark = uuid.uuid4().hex
         self.started: list[subprocess.Popen[str]] = []
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        """Start train.py; both streams go to one pipe."""
+    def start(self, *words: str, script: Path = TRAIN) -> subprocess.Popen[str]:
+        """Start train.py, or another script; both streams go to one pipe."""
         process = subprocess.Popen(
-            [sys.executable, str(TRAIN), *words],
+            [sys.executable, str(script), *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -187,6 +191,98 @@ def test_a_signal_saves_the_table_whole(run: Run, tmp_path: Path) -> None:
     assert run.wait_until_empty(3) == []
 
 
+# A server whose disk takes two seconds, where all others are given a fifth of one.
+SLOW_DISK = """
+import os
+import sys
+import time
+
+sys.path.insert(0, {chapter!r})
+import supervised_roles
+import table_file
+import train
+
+fsync = os.fsync
+
+
+def slow_fsync(descriptor):
+    time.sleep(2)
+    fsync(descriptor)
+
+
+table_file.os.fsync = slow_fsync
+supervised_roles.TIME_TO_END = 0.2
+
+if __name__ == "__main__":
+    train.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_leaves_the_server_time_to_save(run: Run, tmp_path: Path) -> None:
+    (script := tmp_path / "slow_disk.py").write_text(
+        SLOW_DISK.format(chapter=str(ROOT / CHAPTER))
+    )
+    (folder := tmp_path / "table").mkdir()
+    path = folder / "table.pt"
+    process = run.start("--epochs=1000", f"--table={path}", script=script)
+    read_until(process, "epoch 0")
+    process.terminate()
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert f"parameter server: table saved to {path}\n" in output
+    assert "has not ended" not in output and "Traceback" not in output
+    check_saved_table(path)
+    assert run.wait_until_empty(3) == []
+
+
+def save_after_a_signal(seconds: float, ready: Path, saved: Path) -> None:
+    """Be a role that takes so long to save once it is told to end."""
+
+    def save(*_: object) -> None:
+        time.sleep(seconds)
+        saved.touch()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, save)
+    ready.touch()
+    time.sleep(PATIENCE)
+
+
+def saved_at_an_end(folder: Path, seconds: float, **limits: Any) -> list[str]:
+    """End four roles that take so long to save; return the names of those who do."""
+    supervised, context = SUPERVISED, multiprocessing.get_context("fork")
+    names = supervised.names_of_roles(2)
+    files = [(folder / f"{name} ready", folder / name) for name in names]
+    processes = [
+        context.Process(target=save_after_a_signal, args=(seconds, *two), name=name)
+        for name, two in zip(names, files, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    while not all(ready.exists() for ready, _ in files):
+        time.sleep(0.01)
+    with mock.patch.multiple(supervised, **limits):
+        supervised.end([*processes, context.Process(name="never started")])
+    assert not any(process.is_alive() for process in processes)
+    return [
+        name for name, (_, saved) in zip(names, files, strict=True) if saved.exists()
+    ]
+
+
+def test_the_server_has_longer_to_end_than_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (first := tmp_path / "1").mkdir()
+    limits = {"TIME_TO_END": 0.2, "TIME_TO_SAVE": 30.0}
+    assert saved_at_an_end(first, 2.0, **limits) == [SUPERVISED.SERVER]
+    assert capsys.readouterr().err == ""
+    (second := tmp_path / "2").mkdir()
+    limits = {"TIME_TO_END": 0.2, "TIME_TO_SAVE": 0.5}
+    assert saved_at_an_end(second, PATIENCE, **limits) == []
+    line = "parameter server has not ended within 0.5 s: killed, what it had not saved"
+    assert capsys.readouterr().err == f"{line} is lost\n"
+
+
 @pytest.mark.slow
 def test_the_commands_for_four_terminals_train_together(run: Run) -> None:
     page = (ROOT / CHAPTER / "README.md").read_text()
@@ -280,6 +376,9 @@ def test_a_death_is_told_within_15_seconds() -> None:
     beats = load_chapter(CHAPTER)["heartbeats"]
     assert beats.DEAD_AFTER == 10  # the supervision page's
     assert beats.DEAD_AFTER + beats.FAREWELL + 4 * beats.BEAT <= 15  # the chapter's
+    assert beats.TIME_TO_SAVE == SUPERVISED.TIME_TO_SAVE == 30
+    page = words_of(f"{CHAPTER}/supervision")
+    assert "server ends: within 30 seconds, if a role dies or `train.py` is" in page
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")

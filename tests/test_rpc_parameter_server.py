@@ -652,7 +652,7 @@ def test_one_file_trains_as_one_process_does(tmp_path: Path) -> None:
     assert (saved["table.weight"] - start).abs().max() > 1e-2
 
 
-BACKWARD = "                dist_autograd.backward(context_id, [loss])\n"
+BACKWARD = "                dist_autograd.backward(context_id, [loss])  # 3.\n"
 ENTER = "            with dist_autograd.context() as context_id:\n"
 MORE = "model(indices, offsets).sum()"
 
@@ -680,6 +680,26 @@ def test_what_is_looked_up_in_a_context_is_waited_for(
     with pytest.raises(LaunchTimeout) as hung:
         torchrun(changed, nproc=3, cwd=tmp_path, timeout=60)
     assert "epoch" not in hung.value.output and "Error" not in hung.value.output
+
+
+@pytest.mark.slow
+def test_a_rate_is_set_by_the_comments_as_they_stand(tmp_path: Path) -> None:
+    changed = minimal_with(tmp_path, "2, 32, 0.1", "1, 1000, 0.1")  # two steps
+    lines, inside = changed.read_text().splitlines(keepends=True), False
+    for number, line in enumerate(lines):
+        text = line.lstrip()
+        inside = text.startswith("# To set a rate") or (inside and text[:1] == "#")
+        if inside and text.startswith("#   "):
+            lines[number] = line.replace("#   ", "", 1)
+    text = "".join(lines)
+    assert text.count("set_rate, (one, rate)") == 1
+    changed.write_text(text.replace("set_rate, (one, rate)", "set_rate, (one, 0.0)"))
+    result = torchrun(changed, nproc=3, cwd=tmp_path, timeout=120)
+    assert result.returncode == 0, result.output
+    torch.manual_seed(0)
+    start = torch.nn.EmbeddingBag(2**15, 32).weight
+    torch.nn.init.normal_(start, std=0.1)
+    assert torch.equal(torch.load(tmp_path / "hybrid.pt")["table.weight"], start)
 
 
 @pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "1"}])

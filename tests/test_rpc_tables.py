@@ -255,12 +255,16 @@ class NoMoreThanSGD(torch.optim.SGD):
 def stepped_by_old_gradients() -> list[list[float]]:
     """Step by two weights, then by the second alone, with each optimizer.
 
-    The last time each weight has an optimizer of its own.
+    At the end there are two: one for each weight, both for both, one for both and one
+    for the second.
     """
-    ends, eager = [], ROOM["classifier"].EagerSGD
-    for kind, n in ((torch.optim.SGD, 1), (NoMoreThanSGD, 1), (eager, 1), (eager, 2)):
+    ends, eager, both, one, two = [], ROOM["classifier"].EagerSGD, [0, 1], [0], [1]
+    for kind, *of_each in (
+        *((kind, both) for kind in (torch.optim.SGD, NoMoreThanSGD, eager)),
+        *((eager, *of_each) for of_each in ((one, two), (both, both), (both, two))),
+    ):
         weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-        parts = [[*map(rpc.RRef, weights[i::n])] for i in range(n)]
+        parts = [[rpc.RRef(weights[i]) for i in numbers] for numbers in of_each]
         optimizers = [DistributedOptimizer(kind, part, lr=1.0) for part in parts]
         for used in (weights, weights[1:]):
             with dist_autograd.context() as context:
@@ -287,11 +291,13 @@ def moved_by_adagrad(trainers: int) -> float:
 
 
 def commented(start: str) -> str:
-    """Return the code in the comment of chapter 04's minimal.py that begins so."""
+    """Return the code in the comments of chapter 04's minimal.py that begin so."""
     lines = (ROOT / CHAPTER / "minimal.py").read_text().splitlines()
-    (begin,) = (i for i, line in enumerate(lines) if line.strip().startswith(start))
-    rest = (line.strip() for line in lines[begin + 1 :])
-    found = takewhile(lambda line: line.startswith("#   "), rest)
+    begins = [i for i, line in enumerate(lines) if line.strip().startswith(start)]
+    found = []
+    for begin in begins:
+        rest = (line.strip() for line in lines[begin + 1 :])
+        found += takewhile(lambda line: line.startswith("#   "), rest)
     return "\n".join(line.removeprefix("#   ") for line in found)
 
 
@@ -391,6 +397,58 @@ def went_back_in_contexts() -> dict[str, Any]:
     return found
 
 
+NOT_IN_CONTEXT = "it != accumulatedGrads_.end() INTERNAL ASSERT FAILED"
+
+
+class HalfUsed(torch.nn.Module):
+    """Two layers, of which `forward` uses one."""
+
+    def __init__(self) -> None:
+        """Make both."""
+        super().__init__()
+        self.used, self.unused = (torch.nn.Linear(2, 2) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Leave one layer out."""
+        return self.used(x)
+
+
+def went_back_past_a_layer() -> dict[str, Any]:
+    """Go back through DDP twice, both trainers; return errors, or mean gradients.
+
+    The first is without an option, and after its first step come the names of the
+    parameters that have no gradient in the context.
+    """
+
+    def went_back(with_zero: bool = False, freeze: bool = False, **options: Any) -> Any:
+        model, found = HalfUsed(), {}
+        model.unused.requires_grad_(not freeze)
+        ddp = torch.nn.parallel.DistributedDataParallel(model, **options)
+        x = torch.full((1, 2), dist.get_rank() + 1.0)
+        try:
+            for _ in range(2):
+                with dist_autograd.context() as context:
+                    loss = ddp(x).sum()
+                    if with_zero:
+                        unused = ddp.module.unused.parameters()
+                        loss = loss + 0 * sum(p.sum() for p in unused)
+                    dist_autograd.backward(context, [loss])
+                    own = dist_autograd.get_gradients(context)
+                    for name, weight in model.named_parameters():
+                        found[name] = own[weight].tolist() if weight in own else None
+        except RuntimeError as error:
+            return [name for name in found if found[name] is None], str(error)
+        return found
+
+    return {
+        "plain": went_back(),
+        "find": went_back(find_unused_parameters=True),
+        "static": went_back(static_graph=True),
+        "zero": went_back(with_zero=True),
+        "frozen": went_back(freeze=True),
+    }
+
+
 def is_training(module: rpc.RRef) -> bool:
     """Tell in which mode a module is that lives here."""
     return module.local_value().training
@@ -456,9 +514,11 @@ def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
             return {}
         rank, store = NAMES.index(name), dist.FileStore(f"{folder}/trainers", 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        past_a_layer = went_back_past_a_layer()
         if rank == 1:
             return {}
         return {
+            "past a layer": past_a_layer,
             "value": value_of_another(),
             "asked": ask_two_that_wait_for_each_other(folder),
             "asked late": ask_when_the_first_has_answered(),
@@ -554,9 +614,15 @@ def test_only_an_eager_optimizer_steps_by_an_old_gradient(
     session: dict[str, Any],
 ) -> None:
     # `EagerSGD` forgets the gradient that it has stepped by; a second optimizer in the
-    # process gives it back.
+    # process gives it back, unless it is one of the same weights.
     again, not_again = [-2.0, -2.0], [-1.0, -2.0]
-    assert session["stepped"] == [not_again, again, not_again, again]
+    of_one = [not_again, again, not_again]
+    assert session["stepped"][:3] == of_one
+    # Of the same, each has taken its steps; of some, the first weight's is taken again.
+    assert session["stepped"][3:] == [again, [-2.0, -4.0], [-1.0 - 1.0, -4.0]]
+    for file in ("classifier.py", "minimal.py"):
+        text = " ".join((ROOT / CHAPTER / file).read_text().split())
+        assert "unless both have the same parameters: each sets all `.grad`" in text
 
 
 def test_each_trainer_has_a_state_of_its_own_for_a_row(session: dict[str, Any]) -> None:
@@ -594,6 +660,21 @@ def test_plain_backward_does_not_reach_a_server(session: dict[str, Any]) -> None
     assert said.startswith(NO_TASK)
 
 
+def test_a_loss_uses_the_whole_dense_part(session: dict[str, Any]) -> None:
+    said, names = session["past a layer"], ["unused.weight", "unused.bias"]
+    missing, error = said.pop("plain")
+    assert missing == names  # after the first step, which nothing has stopped
+    assert "Expected to have finished reduction in the prior iteration" in error
+    for option in ("find", "static"):
+        missing, error = said.pop(option)
+        assert missing == [] and NOT_IN_CONTEXT in error  # in the first step
+    means = {"used.weight": [[1.5, 1.5]] * 2, "used.bias": [1.0, 1.0]}
+    zeros = {"unused.weight": [[0.0, 0.0]] * 2, "unused.bias": [0.0, 0.0]}
+    assert said == {"zero": means | zeros, "frozen": means | dict.fromkeys(names)}
+    page = words_of(CHAPTER)
+    assert "Each trainer's [loss must use the whole dense part](" in page
+
+
 def test_backward_waits_for_gradients_of_all_calls_before_it(
     session: dict[str, Any],
 ) -> None:
@@ -607,8 +688,8 @@ def test_backward_waits_for_gradients_of_all_calls_before_it(
         "unused_before_without_grad": "waits",
     }
     page = words_of(CHAPTER)
-    rule = "of all its calls | it may wait forever for an earlier call's gradients:"
-    assert rule in page and "For `EagerSGD`, set a rate" in page
+    rule = "go backward once, through all its calls**, or `backward` may wait forever"
+    assert f"**In a context {rule} for an earlier call's gradients." in page
 
 
 def test_eval_does_not_reach_a_module_on_a_server(session: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ import torch.distributed.rpc as rpc
 from heartbeats import (
     LAUNCHER,
     STATUS,
+    TIME_TO_SAVE,
     Heartbeat,
     host_store,
     reach_store,
@@ -40,6 +41,7 @@ from roles import MASTER, SERVER, names_of_roles, stay_on_loopback
 
 LOOPBACK = "127.0.0.1"
 SIGNALS = signal.SIGINT, signal.SIGTERM
+TIME_TO_END = 5.0  # seconds for all but the server, which has TIME_TO_SAVE
 # What a process does, once it has joined: it is given the address and the port of the
 # store, and the options. A role without a body only answers calls.
 Bodies = Mapping[str, Callable[[tuple[str, int], Any], None]]
@@ -174,13 +176,19 @@ def wait_for(processes: list[Any]) -> None:
 
 
 def end(processes: list[Any]) -> None:
-    """End those that have been started; each has five seconds to save what it has."""
+    """End those that have been started; the server, which may save, has longest."""
     started = [process for process in processes if process.pid is not None]
     for process in started:
         process.terminate()
-    deadline = time.monotonic() + 5
-    for process in started:
-        process.join(max(0.0, deadline - time.monotonic()))
+    began = time.monotonic()
+    # The server comes last, so that the others do not live as long as it does.
+    for process in sorted(started, key=lambda process: process.name == SERVER):
+        is_server = process.name == SERVER
+        limit = TIME_TO_SAVE if is_server else TIME_TO_END
+        process.join(max(0.0, began + limit - time.monotonic()))
+        if is_server and process.is_alive():
+            text = f"{spoken(SERVER)} has not ended within {limit:g} s: killed, what it"
+            print(f"{text} had not saved is lost", file=sys.stderr, flush=True)
         process.kill()
         process.join()
 
