@@ -4,6 +4,7 @@ Run: torchrun --nproc-per-node=3 04_rpc_parameter_server/minimal.py
 Expect: falling losses, those of one process that takes the same batches.
 """
 
+import gc
 import logging
 import os
 import warnings
@@ -141,6 +142,7 @@ def main() -> None:
     if names[rank] == "server":
         be_server(names[:-1])
     rpc.shutdown()  # waits until nobody has anything more to ask
+    gc.collect()  # now the model is gone, even one in a reference cycle
     dist.destroy_process_group()
 
 

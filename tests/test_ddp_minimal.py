@@ -2216,37 +2216,30 @@ class Cycle:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "function"),
     [
-        *("03_ddp_torchrun/minimal.py", "03_ddp_torchrun/minimal_resumable.py"),
-        *("02_ddp_mp/minimal.py", "08_pipeline_parallel/minimal.py"),
+        ("02_ddp_mp/minimal.py", "join_and_train"),
+        ("03_ddp_torchrun/minimal.py", ""),
+        ("03_ddp_torchrun/minimal_resumable.py", ""),
+        ("04_rpc_parameter_server/minimal.py", "main"),
+        ("08_pipeline_parallel/minimal.py", ""),
     ],
 )
-def test_a_model_in_a_cycle_is_freed_before_the_group(name: str) -> None:
-    module = ast.parse((ROOT / name).read_text())
-    if name.startswith("02"):
-        (last,) = (
-            node
-            for node in module.body
-            if getattr(node, "name", "") == "join_and_train"
-        )
-        lines: list[ast.stmt] = last.body[-3:]  # pyright: ignore
-    else:
-        lines = module.body[-1].body  # pyright: ignore
-    models, left = [], []
+def test_a_model_in_a_cycle_is_freed_before_the_group(name: str, function: str) -> None:
+    body: list[Any] = ast.parse((ROOT / name).read_text()).body
+    named = [n for n in body if function and getattr(n, "name", "") == function]
+    places = named or body[-1:]
+    assert len(places) == 1
+    left = []
 
-    def train(*_: Any) -> None:
-        models.append(weakref.ref(Cycle()))
+    def leave() -> None:
+        left.append(model() is None)
 
-    left_by = SimpleNamespace(
-        destroy_process_group=lambda: left.append(models[0]() is None)
-    )
-    given = {"main": train, "train_shard": train, "gc": gc, "dist": left_by}
-    places = dict.fromkeys(("rank", "world_size", "device"))
+    given = {"gc": gc, "dist": SimpleNamespace(destroy_process_group=leave)}
     gc.disable()
     try:
-        code = compile(ast.Module(lines, []), name, "exec")
-        exec(code, given | places)
+        model = weakref.ref(Cycle())
+        exec(compile(ast.Module(places[0].body[-2:], []), name, "exec"), given)
     finally:
         gc.enable()
     assert left == [True]
