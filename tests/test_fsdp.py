@@ -1720,7 +1720,7 @@ def test_optimizers_that_step_no_shards_or_no_uneven_ones(
     assert worker_pool.run(refused_shards, 5) == [["Adafactor", "LBFGS", "Rprop"]] * 2
     page = " ".join((ROOT / CHAPTER / "README.md").read_text().split())
     two_more = "fused `SGD` and `Adagrad`, and, of uneven shards, `LBFGS`"
-    assert f"steps shards; `Adafactor`, `Rprop`, {two_more} fail" in page
+    assert f"`Adafactor`, `Rprop`, {two_more} fail" in page
 
 
 FUSED = ["Adagrad", "Adam", "AdamW", "SGD"]  # those that take `fused=True`

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib
 import io
 import json
 import math
@@ -409,6 +410,12 @@ def run_plain(fault: str) -> tuple[Any, str]:
     with (
         in_the_pool(plain),
         mock.patch.object(plain, "build_split", other_rows),
+        # On a GPU AdamW takes foreach by itself.
+        mock.patch.object(
+            importlib.import_module("torch.optim.adam"),
+            "_default_to_fused_or_foreach",
+            return_value=(False, True),
+        ),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(output),
     ):

@@ -39,7 +39,9 @@ def build_split(mesh: DeviceMesh) -> Any:
 
 def train_on(model: Any, batches: list[Tensor]) -> list[float]:
     """Take a step on each batch; return the losses."""
-    losses, optimizer = [], torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # A GPU's default, foreach, refuses plain weights (the norms) beside DTensors.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    losses = []
     for tokens in batches:  # the same on all ranks
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
