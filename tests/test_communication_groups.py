@@ -333,6 +333,6 @@ def test_members_wait_in_vain_if_one_has_made_more_groups(
     assert all("wait timeout" in str(error).lower() for error in errors), errors
     page = words_of(CHAPTER)
     unequal = (
-        "(with `use_local_synchronization=True`, if ranks have made unequally many)"
+        "(with `use_local_synchronization=True`, unless all have made equally many)"
     )
     assert f"or a later call may hang {unequal}" in page
