@@ -164,5 +164,5 @@ def main(optimizer_of: Any = None, file: str = "model.pt") -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # now the model is gone, even a compiled one
+    gc.collect()  # now the model is gone, even one in a reference cycle
     dist.destroy_process_group()

@@ -33,7 +33,8 @@ PLAN = {
 
 def build_split(mesh: DeviceMesh) -> Any:
     """Build the model whole on each rank, then keep this rank's shards of it."""
-    model: Any = small_model()  # or AutoModelForCausalLM.from_pretrained(NAME)
+    # Or AutoModelForCausalLM.from_pretrained(NAME, dtype=torch.float32).train().
+    model: Any = small_model()
     return parallelize_module(model.to(mesh.device_type), mesh, PLAN)
 
 
