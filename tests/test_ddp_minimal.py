@@ -28,15 +28,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import Schedule1F1B
-from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import SWALR
@@ -53,6 +54,7 @@ SMALL = {"layers": 1, "width": 32, "heads": 2}
 # How far weights may end apart: AdamW divides a small gradient by itself, rounding and
 # all. The text, another in each version of Python, has gradients near 0 or not.
 ROUNDED = 1e-4
+PAGE_03, PAGE_06 = "03_ddp_torchrun/README.md", "06_fsdp/README.md"
 FEW = 256  # samples, of 512 or 1024
 FILE = "resumable.pt"  # what minimal_resumable.py saves, and chapter 06's takes up
 
@@ -333,6 +335,42 @@ def test_a_signal_to_one_rank_ends_all_after_the_epoch(
     resumed = worker_pool.run(resumable, *words, world_size=2)
     assert [(state["epoch"], told) for state, _, told in resumed] == [(2, [1])] * 2
     assert not marker.exists()
+
+
+def outline_of(page: str) -> list[str]:
+    """Return the lines of the code that a page shows after "In outline"."""
+    text = (ROOT / page).read_text()
+    (block,) = re.findall(r"In outline.*?\n```text\n(.*?)```", text, re.DOTALL)
+    return block.splitlines()
+
+
+def test_outline_of_a_run_that_resumes_is_the_order_of_its_main() -> None:
+    module: Any = load_chapter("03_ddp_torchrun")["minimal_resumable"]
+    source = inspect.getsource(module.main)
+    # What a line says of itself stands after it; `...` is what it leaves out.
+    code = [re.split(r"  +(?=\S)", line.strip()) for line in outline_of(PAGE_03)]
+    parts = [re.split(r"\.\.\.|\)$", line[0])[0] for line in code]
+    places = [source.replace("torch.nn.parallel.", "").find(part) for part in parts]
+    assert len(parts) == 8 and -1 not in places
+    # The rank is asked for the first time before it saves: to print.
+    places.pop(parts.index("if rank == 0:"))
+    assert places == sorted(places)
+
+
+def test_outline_of_two_axes_is_in_the_file_and_not_in_fsdps() -> None:
+    codes = [
+        line.split("  #")[0].rstrip() for line in outline_of("09_one_mesh/README.md")
+    ]
+    parts = [re.split(r"\.\.\.\)$", code)[0] for code in codes]
+    module: Any = load_chapter("09_one_mesh")["minimal"]
+    sources = [
+        re.sub(r"\btp\.", "", inspect.getsource(one))
+        for one in (module, load_chapter("06_fsdp")["minimal_resumable"])
+    ]
+    found = [[part in source for part in parts] for source in sources]
+    assert found == [[True] * 5, [False] * 5]
+    twice = inspect.getsource(module.shard_twice)
+    assert 0 < twice.find(parts[1]) < twice.find(parts[2])
 
 
 def test_a_checkpoint_is_loaded_where_adam_counts_its_steps(tmp_path: Path) -> None:
@@ -1152,6 +1190,50 @@ def test_a_sharded_run_that_died_resumes_from_the_newest_whole_folder(
     for state in (expected, whole_state(tmp_path, 2)):
         (group,) = state["adam"]["param_groups"]
         assert group["lr"] == pytest.approx(0, abs=1e-9)
+
+
+def saved_and_loaded(outline: str, folder: str) -> list[bool]:
+    """Save by the first half of it, load by the second; compare with another model."""
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    runs: list[dict[str, Any]] = []
+    for seed, half in enumerate(outline.split("# The next run, after fully_shard:\n")):
+        torch.manual_seed(seed)  # the second has other weights, and takes no step
+        fully_shard(model := torch.nn.Linear(8, 4), mesh=mesh)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
+        if seed == 0:
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        names = {"model": model, "optimizer": optimizer, "dcp": dcp}
+        names |= {"get_state_dict": get_state_dict, "set_state_dict": set_state_dict}
+        exec(half.replace("sharded/", f"{folder}/sharded/"), names)
+        runs.append({"model": model, "optimizer": optimizer})
+    (first, then), same = runs, []
+    both = (run["model"].parameters() for run in runs)
+    for one, other in zip(*both, strict=True):
+        saved, loaded = first["optimizer"].state[one], then["optimizer"].state[other]
+        pairs = [(one, other)] + [(saved[name], loaded[name]) for name in saved]
+        same += [torch.equal(local(a), local(b)) for a, b in pairs]
+    rates = [run["optimizer"].param_groups[0]["lr"] for run in runs]
+    return [*same, rates[0] == rates[1]]
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """Return this rank's shard of it; of a plain tensor all."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def test_the_outline_of_sharded_checkpoints_saves_and_loads(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    outline = "\n".join(outline_of(PAGE_06))
+    assert outline.count("dcp.") == 2
+    found = worker_pool.run(saved_and_loaded, outline, str(tmp_path), world_size=2)
+    # Weight and bias, for each the two moments and the number of the step.
+    assert found == [[True] * 9] * 2
+    without = outline[: outline.index("set_state_dict")]
+    (tmp_path / "other").mkdir()
+    found = worker_pool.run(saved_and_loaded, without, str(tmp_path / "other"))
+    assert not all(found[0])
 
 
 @pytest.fixture(scope="module")

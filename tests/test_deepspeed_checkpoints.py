@@ -239,18 +239,18 @@ def what_loads_too_little(folder: str) -> dict[str, Any]:
     other = new_engine(3, seed=1)
     step(other)
     said["alone"] = loaded(other, Path(folder, "3"), "half", load_module_only=True)
-    config["bf16"] = {"enabled": True}
     config["data_types"] = {"grad_accum_dtype": "fp32"}
-    for stage in (1, 2):
-        engine = new_engine(stage, seed=0)
-        engine.save_checkpoint(f"{folder}/fp32", tag=str(stage))
+    for weights, stage in (("float", 1), ("bf16", 1), ("bf16", 2)):
+        config["bf16"] = {"enabled": weights == "bf16"}
+        engine, tag = new_engine(stage, seed=0), f"{weights} {stage}"
+        engine.save_checkpoint(f"{folder}/fp32", tag=tag)
         engine.destroy()
         dist.barrier()
         try:
-            get_fp32_state_dict_from_zero_checkpoint(f"{folder}/fp32", tag=str(stage))
-            said[f"fp32 in {stage}"] = ""
+            get_fp32_state_dict_from_zero_checkpoint(f"{folder}/fp32", tag=tag)
+            said[f"fp32 of {tag}"] = ""
         except ValueError as error:
-            said[f"fp32 in {stage}"] = str(error).split("/")[-1]
+            said[f"fp32 of {tag}"] = str(error).split("/")[-1]
     return said
 
 
@@ -535,7 +535,9 @@ def test_what_loads_too_little_without_an_error(tmp_path: Path) -> None:
         "both in 3": [True, True, True],
         "alone": [[True, True, False], [0.1, 0.0]],
         # With gradients accumulated in fp32, only stage 1 cannot be consolidated.
-        "fp32 in 1": "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt is not a zero "
-        "checkpoint",
-        "fp32 in 2": "",
+        "fp32 of float 1": "",
+        "fp32 of bf16 1": (
+            "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt is not a zero checkpoint"
+        ),
+        "fp32 of bf16 2": "",
     }

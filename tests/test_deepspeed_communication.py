@@ -494,9 +494,17 @@ def coalesced_step(
             for micro_batch in inputs:
                 engine.backward(engine(micro_batch).square().sum())
                 engine.step()
-    norm, steps = float(engine.get_global_grad_norm()), engine.global_steps
+    norm, steps = float(engine.get_global_grad_norm()), [engine.global_steps]
+    for boundary in (
+        (True, None) if is_coalesced else ()
+    ):  # it stays until told otherwise
+        engine.set_gradient_accumulation_boundary(boundary)
+        for micro_batch in inputs:
+            engine.backward(engine(micro_batch).square().sum())
+            engine.step()
+        steps.append(engine.global_steps)
     engine.destroy()
-    assert steps == 1
+    assert steps == ([1, 4, 5] if is_coalesced else [1])
     return {name: sum(calls) for name, calls in counter.calls.items()}, norm
 
 

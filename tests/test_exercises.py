@@ -286,13 +286,13 @@ def reduces_in_another_order(own: torch.Tensor) -> tuple[float, float]:
 
 
 def test_mean(worker_pool: WorkerPool, tmp_path: Path) -> None:
-    no_mean = "of 4, 4, 4 numbers: its mean is "
-    no_deviation = "of 4, 4, 4 numbers: its deviation is "
+    no_mean = "of 4, 4, 4 numbers: your mean is "
+    no_deviation = "of 4, 4, 4 numbers: your deviation is "
     hints: Hints = [
         (mean_and_std, [""] * 3),
         (
             repairs_only_the_mean,
-            ["of 2, 3, 7 numbers: its deviation is 6.23, not 6.48: the ranks' mean sq"]
+            ["of 2, 3, 7 numbers: your deviation is 6.23, not 6.48: the ranks' mean sq"]
             * 3,
         ),
         (
@@ -309,12 +309,12 @@ def test_mean(worker_pool: WorkerPool, tmp_path: Path) -> None:
         ),
         (
             weighs_means,
-            ["of 0, 5, 7 numbers: its mean is nan: the mean of no numbers"] * 3,
+            ["of 0, 5, 7 numbers: your mean is nan: the mean of no numbers"] * 3,
         ),
-        (subtracts_squares, ["of 2, 3, 7 numbers near 10000: its deviation is "] * 3),
+        (subtracts_squares, ["of 2, 3, 7 numbers near 10000: your deviation is "] * 3),
         (
             stays_away,
-            ["of 0, 5, 7 numbers: its mean is 0.00, not 8.50"]
+            ["of 0, 5, 7 numbers: your mean is 0.00, not 8.50"]
             + ["of 0, 5, 7 numbers: waited in a collective, to which not all"] * 2,
         ),
         (
@@ -328,7 +328,7 @@ def test_mean(worker_pool: WorkerPool, tmp_path: Path) -> None:
         (returns_nothing, ["of 4, 4, 4 numbers: it does not return two numbers"] * 3),
         (
             measures_from_a_pilot,
-            ["of 2, 3, 0 numbers: its mean is nan: the mean of no numbers"] * 3,
+            ["of 2, 3, 0 numbers: your mean is nan: the mean of no numbers"] * 3,
         ),
         (
             takes_a_root_of_less_than_zero,

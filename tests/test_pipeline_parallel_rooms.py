@@ -328,6 +328,12 @@ def test_recorded_numbers_are_the_picture_s() -> None:
         parts = script(BUBBLE, "bubble").STAGES_ON_A_RANK[name]
         kinds = 3 if "Zero" in name else 2
         assert len(calls) == len(set(calls)) == kinds * 8 * 4 * parts
+    shares = [
+        script(BUBBLE, "bubble").formula(n, 4, 8) for n in ("1F1B", "ZBVZeroBubble")
+    ]
+    said = "four ranks wait {:.0%} by 1F1B, and {:.0%} by a zero bubble schedule"
+    said = said.format(*map(float, shares)).replace("%", " %")
+    assert said in (ROOT / "08_pipeline_parallel/README.md").read_text()
 
 
 def test_replay_refuses_ranks_that_wait_for_each_other() -> None:

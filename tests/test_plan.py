@@ -952,6 +952,28 @@ def test_what_is_said_to_fit_fits() -> None:
     assert plan("--model=llama3-405b", f"--devices={half}").returncode != 0
 
 
+def test_a_few_small_gpus_train_what_the_page_says() -> None:
+    page = (ROOT / CHOICE).read_text()
+    (options,) = re.findall(r"GPUs of 24 GB, joined by PCIe \(`(.*?)`", page, re.DOTALL)
+    rows = re.findall(r"^\| (\d) \| `([\d,]+)` \| (.*) billion \| (.*) \|$", page, re.M)
+    said = {
+        "none": ("1", "1", "none", "none"),
+        "ZeRO-2, selective recomputation": ("1", "1", "zero-2", "selective"),
+        "tensor 2, pipeline 2": ("2", "2", "none", "none"),
+    }
+    assert [row[0] for row in rows] == ["1", "2", "4"]
+    for devices, model, billions, split in rows:
+        words = [*options.split(), f"--model={model}"]
+        output = plan(*words, f"--devices={devices}").output
+        assert f": {billions} billion parameters" in output
+        (first,) = re.findall(r"^ 1 .*", output, re.MULTILINE)
+        cells = first.split()
+        assert tuple(cells[i] for i in (2, 3, 5, 7)) == said[split]
+        if devices != "1":
+            fewer = plan(*words, f"--devices={int(devices) // 2}")
+            assert "nothing fits in 24 GB" in fewer.output
+
+
 def test_options_have_short_forms() -> None:
     assert plan("--sharding=zero-3").output == plan("--sharding=fsdp").output
     by_hand = "--memory=80 --flops=989e12 --hbm=3.35e12 --flash=0.35 --inside=450e9"

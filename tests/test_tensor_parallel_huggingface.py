@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from launch import ROOT
+from launch import ROOT, clean_environment, torchrun
 from lessons import in_the_pool
 from scripts import load_chapter
 from tiny_gpt import write_text, write_tokenizer
@@ -426,12 +426,14 @@ def run_plain(fault: str) -> tuple[Any, str]:
     return 0, output.getvalue()
 
 
-def by_transformers_itself(folder: Path) -> dict[str, Any]:
+def by_transformers_itself(folder: Path, kind: str) -> dict[str, Any]:
     """Load with transformers' own tensor parallelism; compare with one process."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    write(folder, tied=True)
+    if dist.get_rank() == 0:
+        build(kind, {}).save_pretrained(folder)
+    dist.barrier()
     config = DistributedConfig(tp_size=dist.get_world_size())
     model: Any = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
     plain: Any = AutoModelForCausalLM.from_pretrained(folder)
@@ -832,6 +834,8 @@ def test_each_rank_reads_its_slices_and_the_whole_comes_back(
 
 
 ODD_MLP = {"model_type": "llama", "intermediate_size": 129}
+# Its first layers attend linearly, and have no `self_attn`.
+QWEN_3_5 = {"model_type": "qwen3_5_text", "num_hidden_layers": 4}
 QWEN_MOE = {"model_type": "qwen2_moe", "num_hidden_layers": 1, "num_experts": 2}
 
 
@@ -841,6 +845,7 @@ QWEN_MOE = {"model_type": "qwen2_moe", "num_hidden_layers": 1, "num_experts": 2}
         ({"model_type": "gpt2"}, 1, "GPT2Config: no num_key_value_heads"),
         ({"model_type": "gemma"}, 1, "GemmaForCausalLM has buffers in"),
         (QWEN_MOE, 1, "Qwen2MoeForCausalLM: no style in PLAN for model.layers.0.mlp."),
+        (QWEN_3_5, 1, "Qwen3_5ForCausalLM: no style in PLAN for model.layers.0.linear"),
         ({"model_type": "llama", "num_key_value_heads": 8}, 3, "LlamaConfig: 3 ranks"),
         (ODD_MLP, 2, "LlamaConfig: 2 ranks cannot share intermediate_size = 129"),
         ({"model_type": "llama", "num_key_value_heads": 8}, 8, ""),
@@ -906,16 +911,63 @@ def test_plain_plan_s_check_notices(worker_pool: WorkerPool) -> None:
     assert "not so: the losses of one process" in ends[0][1]
 
 
+@pytest.mark.parametrize(("kind", "of_heads"), [("qwen2", ""), ("qwen3", "qk")])
 def test_transformers_itself_leaves_norms_activations_and_logits_whole(
-    worker_pool: WorkerPool, tmp_path: Path
+    worker_pool: WorkerPool, tmp_path: Path, kind: str, of_heads: str
 ) -> None:
-    ends = worker_pool.run(by_transformers_itself, tmp_path)
+    ends = worker_pool.run(by_transformers_itself, tmp_path, kind)
     assert len(ends) == 2
     for found in ends:
         assert found["loss"] < 1e-6 and found["far"] < 1e-6
         norms = {"input_layernorm", "post_attention_layernorm", "norm"}
+        norms |= {f"{x}_norm" for x in of_heads}
         assert found["plain"] == norms and found["tokens"] == [T]
         assert found["shapes"] == [SIZES["intermediate_size"] // 2, V]
         for error in found["errors"]:
             assert "got mixed torch.Tensor and DTensor" in error
         assert len(found["errors"]) == 2
+
+
+AUTO_TP = """
+import json, deepspeed
+from qwen import small_model
+from tiny_qwen import read_batches
+
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 0.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "tensor_parallel": {"autotp_size": 2},
+}
+engine, *_ = deepspeed.initialize(model=small_model(), config=config)
+losses = []
+for tokens in read_batches(None, None, 4, 4, 64):
+    loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+shapes = {name: tuple(p.shape) for name, p in engine.module.named_parameters()}
+print(f"\\nfound {json.dumps([losses, shapes])}\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_deepspeed_splits_by_itself_and_to_the_same_losses(tmp_path: Path) -> None:
+    script = tmp_path / "auto_tp.py"
+    script.write_text(AUTO_TP)
+    env = clean_environment(PYTHONPATH=str(ROOT / ROOM), DS_ACCELERATOR="cpu")
+    result = torchrun(script, cwd=tmp_path, env=env)
+    assert result.returncode == 0, result.output
+    found = [
+        json.loads(line) for line in re.findall(r"^found (.*)", result.output, re.M)
+    ]
+    assert len(found) == 2
+    page = (ROOT / ROOM / "README.md").read_text()
+    said = [
+        float(loss) for loss in re.findall(r"^step \d \| loss (.*)", page, re.M)[:4]
+    ]
+    for losses, shapes in found:
+        assert losses == pytest.approx(said, abs=6e-4)
+        assert shapes["model.layers.0.mlp.down_proj.weight"] == [D, 384 // 2]
+        assert shapes["model.embed_tokens.weight"] == [V // 2, D]
+        assert shapes["model.norm.weight"] == [D]

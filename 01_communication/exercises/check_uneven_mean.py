@@ -78,21 +78,21 @@ def deviation(numbers: torch.Tensor) -> float:
 def explain_mean(found: float, own: torch.Tensor, by_rank: list[torch.Tensor]) -> str:
     """Say in words where a wrong mean comes from."""
     if math.isnan(found):
-        return "its mean is nan: the mean of no numbers is 0 / 0, and nan stays nan"
+        return "your mean is nan: the mean of no numbers is 0 / 0, and nan stays nan"
     means = [one.mean().item() for one in by_rank if len(one)]
     guesses = {
         "the mean of the ranks' means": sum(means) / WORLD_SIZE,
         "this rank's own": own.mean().item(),
         "the sum of all numbers": torch.cat(by_rank).sum().item(),
     }
-    text = f"its mean is {found:.2f}, not {torch.cat(by_rank).mean():.2f}"
+    text = f"your mean is {found:.2f}, not {torch.cat(by_rank).mean():.2f}"
     return with_guess(text, found, guesses)
 
 
 def explain_std(found: float, by_rank: list[torch.Tensor]) -> str:
     """Say in words where a wrong standard deviation comes from."""
     if math.isnan(found):
-        return "its deviation is nan: the root of less than 0, or that of no numbers"
+        return "your deviation is nan: the root of less than 0, or that of no numbers"
     everything = torch.cat(by_rank)
     mean, n, right = everything.mean(), len(everything), deviation(everything)
     deviations = torch.tensor([deviation(one) for one in by_rank])
@@ -110,7 +110,7 @@ def explain_std(found: float, by_rank: list[torch.Tensor]) -> str:
         "it is divided by n - 1, not by n": right * (n / (n - 1)) ** 0.5,
         "that is its square, the variance": right**2,
     }
-    text = with_guess(f"its deviation is {found:.2f}, not {right:.2f}", found, guesses)
+    text = with_guess(f"your deviation is {found:.2f}, not {right:.2f}", found, guesses)
     if ": " not in text and mean.abs() > 100 * right:
         text += ": the mean of squares less the squared mean has no digits left"
     return text

@@ -1,6 +1,6 @@
 """Split each layer of a Hugging Face causal language model over ranks; save it whole.
 
-Carry away this one file. It fits what is built like Llama: dense Qwen, Mistral ...
+Carry away this one file. It fits what is built like Llama: Qwen 2 and 3, Mistral ...
 """
 
 from contextlib import suppress
@@ -65,7 +65,7 @@ HEAD_NORMS: dict[str, Any] = {
 def build_on_meta(name: str, tensor_ranks: int) -> Any:
     """Build a model that has shapes and no memory; `name` is a folder's, or the hub's.
 
-    Raises OSError or ValueError if there is none, or if it cannot be split like Llama.
+    Raises OSError or ValueError if there is none, or if sizes or buffers are others.
     """
     # A name on the hub has one slash at most, and does not begin with it.
     is_path = name.startswith((".", "/")) or name.count("/") > 1
@@ -98,8 +98,8 @@ def split_over_ranks(model: Any, mesh: DeviceMesh, dtype: torch.dtype | None) ->
 
     Raises ValueError if one would stay a plain tensor.
     """
-    has_head_norms = hasattr(model.model.layers[0].self_attn, "q_norm")
-    plan = PLAN | HEAD_NORMS if has_head_norms else PLAN
+    attention = getattr(model.model.layers[0], "self_attn", None)  # not in all
+    plan = PLAN | HEAD_NORMS if hasattr(attention, "q_norm") else PLAN
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     parallelize_module(model, mesh["tensor"], plan)
     for name in frozen:  # SequenceParallel makes new parameters

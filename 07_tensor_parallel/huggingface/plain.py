@@ -40,7 +40,7 @@ def build_split(mesh: DeviceMesh) -> Any:
 
 def train_on(model: Any, batches: list[Tensor]) -> list[float]:
     """Take a step on each batch; return the losses."""
-    # A GPU's default, foreach, refuses plain weights (the norms) beside DTensors.
+    # A GPU's default, foreach, refuses plain weights beside DTensors.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     losses = []
     for tokens in batches:  # the same on all ranks
