@@ -1181,10 +1181,8 @@ def test_swapped_calls_of_one_shape_give_wrong_sums_without_an_error(
         sums = [call for call in calls if call.endswith(":all_reduce")]
         assert sums == ["1 gloo:all_reduce", "2 gloo:all_reduce"], level
         assert calls == others, level
-    claim = (
-        "kind and shape: equal lists, wrong values, and no error, even with `DETAIL`"
-    )
-    assert claim in words_of(ROOM)
+    claim = "Two swapped all-reduces of one shape: equal lists, wrong values, and no "
+    assert claim + "error, even with `DETAIL`" in words_of(ROOM)
 
 
 def swapped_roots(roots: list[int]) -> list[float] | str:
@@ -1208,6 +1206,35 @@ def test_swapped_broadcasts_hang_if_their_roots_differ(worker_pool: WorkerPool) 
     first, second = worker_pool.run(swapped_roots, [0, 1])
     assert re.search(ENDS_OF_A_WAIT, str(first)), first
     assert re.search(ENDS_OF_A_WAIT, str(second)), second
+
+
+def meets_an_all_reduce(kind: str) -> list[float] | str:
+    """Call it on rank 1 while rank 0 all-reduces; return this rank's numbers."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=1))
+    x = torch.arange(4.0) + 10 * dist.get_rank()
+    try:
+        if dist.get_rank() == 0:
+            dist.all_reduce(x, group=group)
+        elif kind == "reduce_scatter_tensor":
+            half = torch.zeros(2)
+            dist.reduce_scatter_tensor(half, x, group=group)
+            x = half
+        else:
+            dist.reduce(x, 0, group=group)
+    except RuntimeError as error:
+        return str(error)
+    return x.tolist()
+
+
+def test_gloo_tells_most_kinds_of_calls_apart_but_not_all(
+    worker_pool: WorkerPool,
+) -> None:
+    # Its reduce-scatter is an all-reduce, of which a rank keeps its part.
+    found = worker_pool.run(meets_an_all_reduce, "reduce_scatter_tensor")
+    assert found == [[10.0, 12.0, 14.0, 16.0], [14.0, 16.0]]
+    for said in worker_pool.run(meets_an_all_reduce, "reduce"):
+        assert re.search(ENDS_OF_A_WAIT, str(said)), said
+    assert "on gloo, most also by kind" in words_of(ROOM)
 
 
 def swapped_sums_of_two_groups() -> list[float] | str:

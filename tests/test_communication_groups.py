@@ -332,7 +332,5 @@ def test_members_wait_in_vain_if_one_has_made_more_groups(
     assert len(errors) == 2
     assert all("wait timeout" in str(error).lower() for error in errors), errors
     page = words_of(CHAPTER)
-    unequal = (
-        "(with `use_local_synchronization=True`, unless all have made equally many)"
-    )
+    unequal = "(with `use_local_synchronization=True`, unless all have equally many)"
     assert f"or a later call may hang {unequal}" in page

@@ -618,9 +618,7 @@ def test_find_unused_parameters_needs_all_losses_from_forward(
     assert worker_pool.run(gradients_of_two_losses, True) == [mean * 2] * 2
     errors = worker_pool.run(gradients_of_two_losses, False)
     assert [error[: len(TWICE)] for error in errors] == [TWICE] * 2
-    said = (
-        "# Right in every step, if all losses come from tensors that `forward` returns,"
-    )
+    said = "which come from what # `forward` returns (also a tuple, list or dict)"
     assert said in words_of(ROOM)
 
 
@@ -708,6 +706,59 @@ def test_find_unused_parameters_sees_a_loss_through_tuples_lists_and_dicts_alone
         due = "mean, then mean" if due == "mean" else due
         outcomes = worker_pool.run(steps_with_returned, kind, skips)
         assert [outcome[: len(due)] for outcome in outcomes] == [due] * 2
+
+
+def gradient_of_two_backwards(settings: dict[str, Any], at_once: bool) -> float:
+    """Go back from two heads, at once or one by one; return their body's gradient."""
+    model = TwoHeads()
+    ddp_model = DistributedDataParallel(model, **settings)
+    outputs = ddp_model(torch.full((1, 1), dist.get_rank() + 1.0))
+    for loss in [sum(outputs)] if at_once else outputs:
+        loss.sum().backward(retain_graph=True)
+    assert model.body.weight.grad is not None
+    return model.body.weight.grad.item()
+
+
+def test_find_unused_parameters_needs_one_backward(worker_pool: WorkerPool) -> None:
+    find = {"find_unused_parameters": True}
+    assert worker_pool.run(gradient_of_two_backwards, find, True) == [3.0, 3.0]
+    # The mean of the first loss's gradients, and this rank's own of the second.
+    found = worker_pool.run(gradient_of_two_backwards, find, False)
+    assert found == [1.5 + 1.0, 1.5 + 2.0]
+
+
+def gradients_with_penalty(settings: dict[str, Any]) -> float:
+    """Take steps whose loss has a gradient in it; return how far off theirs are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    plain, far = copy.deepcopy(model), 0.0
+    ddp_model = DistributedDataParallel(model, **settings)
+
+    def loss_of(module: Any, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = inputs.clone().requires_grad_()
+        outputs = module(inputs)
+        (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        return outputs.square().mean() + slope.square().mean()
+
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        batches = torch.randn(dist.get_world_size(), 3, 2, generator=generator)
+        for module in (model, plain):
+            module.zero_grad()
+        loss_of(ddp_model, batches[dist.get_rank()]).backward()
+        torch.stack([loss_of(plain, batch) for batch in batches]).mean().backward()
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        for one, other in pairs:
+            assert one.grad is not None and other.grad is not None
+            far = max(far, torch.dist(one.grad, other.grad).item())
+    return far
+
+
+def test_a_static_graph_has_no_gradient_in_its_loss(worker_pool: WorkerPool) -> None:
+    for settings in ({}, {"find_unused_parameters": True}):
+        assert max(worker_pool.run(gradients_with_penalty, settings)) < 1e-6, settings
+    assert min(worker_pool.run(gradients_with_penalty, {"static_graph": True})) > 1e-2
+    assert "For equal steps without `autograd.grad`" in words_of(ROOM)
 
 
 def gradient_of_one_head(finds_unused: bool) -> float:

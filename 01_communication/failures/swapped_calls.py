@@ -19,7 +19,7 @@ def main() -> None:
         dist.broadcast(x, src=0)
     else:
         # WRONG: rank 0 is in all_reduce, rank 1 in broadcast. Calls are
-        # matched by order (on gloo, also by kind). Make them in rank 0's order.
+        # matched by order (on gloo, most also by kind). Make them in rank 0's order.
         dist.broadcast(x, src=0)
         dist.all_reduce(x)
     dist.destroy_process_group()
