@@ -486,7 +486,7 @@ def test_a_classifier_s_gradients_are_too_large_under_trainer(
     assert [pytest.approx(of.times, rel=1e-4) for of in found] == [[factor] * 2] * 2
     assert [of.evaluated for of in found] == [pytest.approx(evaluated, rel=1e-4)] * 2
     page = words_of(ROOM)
-    assert "takes `**kwargs` that its loss does not get (as BERT's), loss and" in page
+    assert "that its loss does not get (BERT's classifiers, BART), loss and" in page
 
 
 @pytest.mark.parametrize("is_in_config", [False, True])
