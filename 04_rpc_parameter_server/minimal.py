@@ -37,7 +37,7 @@ class EagerSGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         """Step, and forget: gradients that stay would step again.
 
-        They still would with two such optimizers in a process, unless both have the
+        They still may with two such optimizers in a process, unless both have the
         same parameters: each sets all `.grad`.
         """
         loss = super().step(closure)

@@ -877,6 +877,47 @@ def test_after_a_skipped_call_the_sums_are_of_different_steps(
     assert re.search(ENDS_OF_A_WAIT, error), error
 
 
+OTHER_KINDS = ("broadcast", "reduce", "barrier")
+
+
+def beside_a_sum_left_out(level: str) -> list[str]:
+    """Sum on rank 0, while rank 1's next call is of another kind; return the errors.
+
+    All start before anybody waits, so that three timeouts take the time of one.
+    """
+    dist.set_debug_level(getattr(dist.DebugLevel, level))
+    limit, x = timedelta(seconds=1), torch.ones(4)
+    groups = {kind: dist.new_group(timeout=limit) for kind in OTHER_KINDS}
+    started: list[Any] = []
+    errors = []
+    for kind, group in groups.items():
+        name = kind if dist.get_rank() else "all_reduce"
+        arguments = {"broadcast": (x, 0), "reduce": (x, 0), "all_reduce": (x,)}
+        call = functools.partial(getattr(dist, name), *arguments.get(name, ()))
+        try:
+            started.append(call(group=group, async_op=True))
+        except RuntimeError as error:
+            errors.append(str(error))
+    for work in started:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_after_a_skipped_call_another_kind_is_waited_out(
+    worker_pool: WorkerPool,
+) -> None:
+    waited, _ = worker_pool.run(beside_a_sum_left_out, "OFF")
+    assert len(waited) == len(OTHER_KINDS)
+    assert all(re.search(ENDS_OF_A_WAIT, error) for error in waited), waited
+    found = worker_pool.run(beside_a_sum_left_out, "DETAIL")
+    assert [len(errors) for errors in found] == [len(OTHER_KINDS)] * 2
+    for errors in found:
+        assert all("Detected mismatch between collectives" in one for one in errors)
+
+
 def wait_for_a_rank_that_left() -> str:
     """Wait without a timeout of one's own in a group that allows one second."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
@@ -1235,6 +1276,28 @@ def test_gloo_tells_most_kinds_of_calls_apart_but_not_all(
     said = worker_pool.run(meets_an_all_reduce, "reduce")
     assert [bool(re.search(ENDS_OF_A_WAIT, str(one))) for one in said] == [True] * 2
     assert "on gloo, most also by kind" in words_of(ROOM)
+
+
+def swapped_messages(tags: list[int]) -> list[float] | str:
+    """Send two numbers with these tags; rank 1 receives them in the other order."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=1))
+    calls = [(torch.tensor([i + 1.0]), tag) for i, tag in enumerate(tags)]
+    try:
+        for one, tag in calls if dist.get_rank() == 0 else reversed(calls):
+            if dist.get_rank() == 0:
+                dist.send(one, 1, group, tag)
+            else:
+                dist.recv(one.zero_(), 0, group, tag)
+    except RuntimeError as error:
+        return str(error)
+    return [one.item() for one, _ in calls]
+
+
+def test_swapped_messages_hang_if_their_tags_differ(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(swapped_messages, [0, 0]) == [[1.0, 2.0], [2.0, 1.0]]
+    for text in (said := worker_pool.run(swapped_messages, [1, 2])):
+        assert re.search(ENDS_OF_A_WAIT, str(text)), text
+    assert len(said) == 2
 
 
 def swapped_sums_of_two_groups() -> list[float] | str:

@@ -522,6 +522,31 @@ def test_a_plateau_cannot_be_stepped_without_its_loss() -> None:
         schedule.step()
 
 
+def test_a_schedule_that_was_given_numbers_is_given_them_again() -> None:
+    def by_numbers(first: int, last: int, schedule: Any, optimizer: Any) -> list[float]:
+        rates = []
+        for step in range(first, last):
+            rates.append(optimizer.param_groups[0]["lr"])
+            schedule.step((step + 1) / 4)  # four steps an epoch
+        return rates
+
+    def made() -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        restarts = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts
+        return restarts(optimizer, 4), optimizer
+
+    due = by_numbers(0, 12, *made())[7:]
+    assert len(due) == 5
+    schedule, optimizer = made()
+    by_numbers(0, 7, schedule, optimizer)
+    assert by_numbers(7, 12, schedule, optimizer) == pytest.approx(due)
+    schedule, optimizer = made()
+    for _ in range(7):
+        schedule.step()
+    wrong, *later = by_numbers(7, 12, schedule, optimizer)
+    assert wrong != pytest.approx(due[0]) and later == pytest.approx(due[1:])
+
+
 def decay_after_resuming(folder: str) -> float:
     """Resume there with another weight decay; return the one that was used."""
     made = partial(torch.optim.AdamW, weight_decay=0.5)

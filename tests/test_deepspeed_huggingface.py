@@ -176,6 +176,30 @@ class FirstStep(NamedTuple):
     saved: set[str]
 
 
+OTHER_LANGUAGE = BART, MIXTURE = "BartForCausalLM", "a mixture with a balance loss"
+
+
+def language_model(kind: str, **settings: Any) -> Any:
+    """Make BART's decoder, or a mixture whose loss is nearly all balance."""
+    import transformers
+
+    if kind == BART:
+        sizes: Any = {"d_model": 8, "decoder_ffn_dim": 8, "vocab_size": 256}
+        layers: Any = {"decoder_layers": 1, "decoder_attention_heads": 2}
+        config = transformers.BartConfig(
+            **sizes, **layers, is_decoder=True, is_encoder_decoder=False, dropout=0.0
+        )
+        return transformers.BartForCausalLM(config)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 256}
+    layers = {"num_hidden_layers": 1, "num_local_experts": 4}
+    heads: Any = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    balance: Any = {"output_router_logits": True, "router_aux_loss_coef": 1000.0}
+    config = transformers.MixtralConfig(
+        **sizes, **layers, **heads, **(balance | settings)
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
 def first_step_of_trainer(
     kind: str, mends: bool = True, steps: int = 1, averages: bool = True, **zero: Any
 ) -> FirstStep:
@@ -199,9 +223,11 @@ def first_step_of_trainer(
     own = {OWN_CLASSIFIER: OwnForSequenceClassification}
     model: Any = own.get(kind) or getattr(modeling_qwen2, f"Qwen2For{kind}", None)
     name, rows = "input_ids", torch.randint(1, 256, (16, 8))
-    labels = rows if kind == "CausalLM" else rows[:, 0] % 3
+    labels = rows if kind in ("CausalLM", *OTHER_LANGUAGE) else rows[:, 0] % 3
     if model:
         model = model(config)
+    elif kind in OTHER_LANGUAGE:
+        model = language_model(kind)
     else:
         from transformers import ViTConfig, ViTForImageClassification
 
@@ -460,6 +486,7 @@ def test_a_schedule_given_to_prepare_takes_a_step_for_each_rank(
         (CLASSIFIER, True, 2, STAGE_2, 1, 1),
         (OWN_CLASSIFIER, False, 2, STAGE_2, 1, 1),
         ("ViT", False, 2, STAGE_2, 1, 1),
+        (BART, False, 2, STAGE_2, 4, 2),
         (CLASSIFIER, False, 2, STAGE_2 | {"averages": False}, 2, 1),
         pytest.param(CLASSIFIER, False, 1, STAGE_2, 2, 2, marks=pytest.mark.slow),
         pytest.param(CLASSIFIER, False, 2, {}, 4, 2, marks=pytest.mark.slow),
@@ -487,6 +514,16 @@ def test_a_classifier_s_gradients_are_too_large_under_trainer(
     assert [of.evaluated for of in found] == [pytest.approx(evaluated, rel=1e-4)] * 2
     page = words_of(ROOM)
     assert "that its loss does not get (BERT's classifiers, BART), loss and" in page
+
+
+@pytest.mark.parametrize(("mends", "factor"), [(False, 4), (True, 1)])
+def test_a_balance_loss_is_too_large_under_trainer(
+    zero_pools: Pools, mends: bool, factor: float
+) -> None:
+    step = functools.partial(first_step_of_trainer, **STAGE_2)
+    found = zero_pools(2).run(step, MIXTURE, mends, 2, world_size=2)
+    # By ranks and steps, nearly: a batch's balance is not the mean of its parts'.
+    assert [of.times[0] for of in found] == [pytest.approx(factor, rel=0.1)] * 2
 
 
 @pytest.mark.parametrize("is_in_config", [False, True])
@@ -868,3 +905,12 @@ def test_mask_of_ones_changes_nothing_and_no_mask_hides_labels() -> None:
     # What is padded on the left changes the tokens after it: there it needs the mask.
     left = model(input_ids=tokens, attention_mask=padded.flip(1)).logits
     assert (left[1, 3:] - plain.logits[1, 3:]).abs().max() > 0.1
+    # A mixture's balance loss counts the padding on the right, too, without a mask.
+    named: Any = {"input_ids": tokens, "labels": labels}
+    for has_balance in (False, True):
+        torch.manual_seed(0)
+        settings = {"output_router_logits": has_balance}
+        mixture = language_model(MIXTURE, **settings).eval()
+        without, masked = mixture(**named), mixture(**named, attention_mask=padded)
+        close = without.loss.item() == pytest.approx(masked.loss.item(), rel=1e-6)
+        assert close is not has_balance

@@ -1057,6 +1057,9 @@ def ranks_by_numa(nodes: int, cpus: str) -> tuple[int, int]:
         with asked, mock.patch.dict(os.environ):
             os.environ.pop("LOCAL_SIZE", None)
             found.append(accelerator.device_count())
+            # A number in the environment comes first: nobody counts.
+            os.environ["LOCAL_SIZE"] = "3"
+            assert accelerator.device_count() == 3
     return found[0], found[1]
 
 

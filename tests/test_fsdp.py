@@ -1111,6 +1111,43 @@ def test_a_root_that_is_told_to_reshard_is_freed_after_an_evaluation(
     assert found == [[stays, freed, stays]] * 2
 
 
+def evaluated_with_a_number(at_block: Any, at_root: Any) -> list[tuple[int, float]]:
+    """Evaluate, and zero all weights that the model then has.
+
+    Returns, for the block's weight and the root's, how many of its eight rows this rank
+    has after the evaluation, and the largest value once all units are freed.
+    """
+    lesson: Any = load_chapter(CHAPTER)["evaluate"]
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(2)]
+    model, mesh = nn.Sequential(*layers), init_device_mesh("cpu", (4,))
+    fully_shard(layers[0], mesh=mesh, reshard_after_forward=at_block)
+    fully_shard(model, mesh=mesh, reshard_after_forward=at_root)
+    with torch.no_grad():
+        model(torch.ones(1, 8))
+    weights: list[Any] = list(model.parameters())
+    rows = [getattr(w, "to_local", lambda w=w: w)().shape[0] for w in weights]
+    for weight in weights:
+        nn.init.zeros_(weight)
+    lesson.free_gathered(model)
+    freed: list[Any] = list(model.parameters())
+    left = [weight.full_tensor().abs().max().item() for weight in freed]
+    return list(zip(rows, left, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("at_block", "at_root", "due"), [(True, 2, [2, 4]), (2, None, [4, 8])]
+)
+def test_a_number_leaves_units_in_larger_shards_after_an_evaluation(
+    worker_pool: WorkerPool, at_block: Any, at_root: Any, due: list[int]
+) -> None:
+    # Only shards of four ranks are the parameters: what is done to others is lost.
+    found = worker_pool.run(evaluated_with_a_number, at_block, at_root, world_size=4)
+    assert len(found) == 4
+    for of_rank in found:
+        assert [rows for rows, _ in of_rank] == due
+        assert [largest > 0 for _, largest in of_rank] == [n > 2 for n in due]
+
+
 def loaded_after_an_evaluation(reshard: bool, broadcast: bool) -> str | list[float]:
     """Load a whole file into a root that was evaluated; return the weights, or why."""
     model: Any = nn.Linear(2, 2, bias=False)
@@ -1428,7 +1465,9 @@ def gradients_of_a_late_layer(is_late: bool) -> list[float]:
     return getattr(gradient, "full_tensor", lambda: gradient)().flatten().tolist()
 
 
-def clipped_with_a_late_layer(is_frozen: bool) -> tuple[list[str], float]:
+def clipped_with_a_late_layer(
+    is_frozen: bool, has_own_group: bool = False
+) -> tuple[list[str], float]:
     """Add a layer afterwards, clip and step; return the errors, and the norm."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(4, 4)).requires_grad_(not is_frozen)
@@ -1439,7 +1478,9 @@ def clipped_with_a_late_layer(is_frozen: bool) -> tuple[list[str], float]:
     norm, errors = math.nan, []
     for call in ("clip", "step", "foreach", "fused"):
         settings: Any = {call: True} if call.startswith("f") else {}
-        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+        groups: Any = [{"params": list(part.parameters())} for part in model]
+        parameters = groups if has_own_group else model.parameters()
+        optimizer = torch.optim.AdamW(parameters, **settings)
         try:
             if call == "clip":
                 norm = nn.utils.clip_grad_norm_(model.parameters(), 9.0).item()
@@ -1463,6 +1504,9 @@ def test_a_layer_added_after_fully_shard_is_each_rank_s_own(
     assert DTensor in _foreach_supported_types
     found = worker_pool.run(clipped_with_a_late_layer, False)
     assert [errors for errors, _ in found] == [[mixed, "", mixed, mixed]] * 2
+    # No step has an error if the layer has a parameter group of its own.
+    found = worker_pool.run(clipped_with_a_late_layer, False, True)
+    assert [errors for errors, _ in found] == [[mixed, "", "", ""]] * 2
     (ours, norm), (theirs, other) = worker_pool.run(clipped_with_a_late_layer, True)
     assert ours == theirs == [""] * 4 and norm != other
     said = "add it before `fully_shard`, or each rank silently trains its own"

@@ -163,8 +163,11 @@ def without_the_second_name(folder: Path) -> str:
     return ""
 
 
-def tied_after_to_empty(shards: bool) -> bool:
-    """Allocate a tied model; tell whether it is tied still."""
+def tied_after_to_empty(shards: bool, swaps: bool = False) -> bool:
+    """Allocate a tied model; tell whether it is tied still.
+
+    If it swaps, tensors get new contents, instead of modules new tensors.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -175,7 +178,11 @@ def tied_after_to_empty(shards: bool) -> bool:
     model[1].weight = model[0].weight
     if shards:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    model.to_empty(device="cpu")
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        model.to_empty(device="cpu")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
     return model[1].weight is model[0].weight
 
 
@@ -381,6 +388,9 @@ def test_tied_matrix_is_in_the_files_once_and_needs_both_names(
 def test_to_empty_keeps_only_sharded_weights_tied(worker_pool: WorkerPool) -> None:
     assert worker_pool.run(tied_after_to_empty, True) == [True] * 2
     assert worker_pool.run(tied_after_to_empty, False) == [False] * 2
+    # Where tensors are swapped, which is not the default, it keeps plain ones too.
+    for shards in (True, False):
+        assert worker_pool.run(tied_after_to_empty, shards, True) == [True] * 2
 
 
 def test_transformers_itself_loads_in_shards(

@@ -286,20 +286,22 @@ def test_decoder_only_models_of_hugging_face_shift_the_labels() -> None:
     cut |= {"vocab_size": 16, "d_model": 8, "decoder_ffn_dim": 8}
     for kind in (transformers.BartConfig, transformers.WhisperConfig):
         configs.append(kind(**cut, pad_token_id=0))
-    # And one that is no such decoder.
+    # And one that is no such decoder; and BERT as a decoder, which shifts them.
     ant: Any = {"vocab_size": 16, "hidden_size": 8, "dim_head": 4, "dim_ff": 8}
     ant |= {"num_attention_heads": 2, "num_hidden_layers": 1, "prompt_length": 2}
     configs.append(transformers.CpmAntConfig(**ant, prompt_types=8, segment_types=8))
+    bert: Any = {"is_decoder": True, "sep_token_id": None, "num_attention_heads": 2}
+    configs.append(transformers.BertConfig(**ends, **widths, **bert))
     for config in configs:
         model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
         found = model(input_ids=tokens, labels=tokens)
         logits, labels = found.logits, tokens
-        if counted < 2:
+        if counted in (0, 1, 5):
             logits, labels = logits[:, :-1], labels[:, 1:]
         due = cross_entropy(logits.flatten(0, 1), labels.flatten())
         torch.testing.assert_close(found.loss, due)
         counted += 1
-    assert counted == 5
+    assert counted == 6
 
 
 # --- 03: older texts. ----------

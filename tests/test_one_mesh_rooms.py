@@ -652,6 +652,36 @@ def test_dtensors_under_ddp_train_and_are_in_no_state_dict(
     assert worker_pool.run(train_dtensors_by_ddp) == [[([], [], close)] * 2] * 2
 
 
+def moved_by_an_optimizer(is_before: bool) -> tuple[bool, float]:
+    """Build it before or after DDP wraps DTensors, and step.
+
+    Returns whether it has this rank's gradients, and how far the weights have moved.
+    """
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    layer = nn.Linear(2, 2)
+    parallelize_module(layer, mesh["tensor"], ColwiseParallel())
+    early = torch.optim.SGD(layer.parameters(), lr=0.1)
+    ddp_model = DistributedDataParallel(layer, device_mesh=mesh["data"])
+    late = torch.optim.SGD(ddp_model.parameters(), lr=0.1)
+    optimizer, batch = early if is_before else late, torch.ones(1, 2)
+    before = ddp_model(batch)
+    before.sum().backward()
+    optimizer.step()
+    (group,) = optimizer.param_groups
+    has_gradients = [p.grad is not None for p in group["params"]]
+    assert len(has_gradients) == 2
+    return all(has_gradients), (ddp_model(batch) - before).abs().max().item()
+
+
+def test_optimizer_built_before_ddp_wraps_dtensors_moves_nothing(
+    worker_pool: WorkerPool,
+) -> None:
+    assert worker_pool.run(moved_by_an_optimizer, True) == [(False, 0.0)] * 2
+    after = worker_pool.run(moved_by_an_optimizer, False)
+    # Two weights of each output, and its bias, by a tenth of a gradient of 1.
+    assert after == [(True, pytest.approx(0.3, abs=1e-6))] * 2
+
+
 def average_by_hand() -> tuple[float, float]:
     """Average a column's gradient, without a group and over the data axis."""
     rank = dist.get_rank()

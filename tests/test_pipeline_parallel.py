@@ -25,6 +25,7 @@ from torch.distributed.pipelining import (
     SplitPoint,
     pipeline,
 )
+from torch.distributed.pipelining.microbatch import _Replicate
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from launch import ROOT, torchrun
@@ -879,10 +880,15 @@ class Scales(nn.Module):
         return x * factors.flatten()
 
 
-def scaled_by_two_factors() -> Any:
-    """Run two micro-batches of two columns through a stage that scales each."""
+def scaled_by_two_factors(is_told: bool) -> Any:
+    """Run two micro-batches of two columns through a stage that scales each.
+
+    The schedule may be told not to cut the factors.
+    """
     rank, part = dist.get_rank(), Scales()
-    pipeline = script("minimal").Schedule1F1B(PipelineStage(part, rank, 2, CPU), 2)
+    stage = PipelineStage(part, rank, 2, CPU)
+    whole = {"kwargs_chunk_spec": {"factors": _Replicate()}} if is_told else {}
+    pipeline = script("minimal").Schedule1F1B(stage, 2, **whole)
     with torch.no_grad():
         out = pipeline.eval(
             *[torch.ones(4, 2)][rank:], factors=torch.tensor([[1.0], [2.0]])
@@ -892,10 +898,12 @@ def scaled_by_two_factors() -> Any:
 
 def test_a_keyword_without_samples_is_cut_as_well(worker_pool: WorkerPool) -> None:
     # One process gives [1, 4] for every sample: each column has its factor, twice.
-    assert worker_pool.run(scaled_by_two_factors) == [
+    assert worker_pool.run(scaled_by_two_factors, False) == [
         None,
         [[1.0, 1.0], [1.0, 1.0], [4.0, 4.0], [4.0, 4.0]],
     ]
+    due = [[1.0, 4.0]] * 4
+    assert worker_pool.run(scaled_by_two_factors, True) == [None, due]
 
 
 def step_in_place(is_mended: bool) -> str:

@@ -276,6 +276,19 @@ def stepped_by_old_gradients() -> list[list[float]]:
     return ends
 
 
+def stepped_in_contexts_of_their_own() -> list[list[float]]:
+    """Give each of two weights an optimizer; go backward and step by one at a time."""
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    eager, ends = ROOM["classifier"].EagerSGD, []
+    optimizers = [DistributedOptimizer(eager, [rpc.RRef(w)], lr=1.0) for w in weights]
+    for used in (0, 1, 1, 0):
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [weights[used].sum()])
+            optimizers[used].step(context)
+        ends.append([weight.item() for weight in weights])
+    return ends
+
+
 def moved_by_adagrad(trainers: int) -> float:
     """Let each trainer step a weight twice by a gradient of 1."""
     weight = torch.nn.Parameter(torch.zeros(1))
@@ -524,6 +537,7 @@ def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
             "asked late": ask_when_the_first_has_answered(),
             "overwritten": read_while_it_is_sent(),
             "stepped": stepped_by_old_gradients(),
+            "stepped apart": stepped_in_contexts_of_their_own(),
             "by Adagrad": [moved_by_adagrad(trainers) for trainers in (1, 2, 3)],
             "clipped": clipped_in_a_context(),
             "two rates": stepped_at_two_rates(),
@@ -620,6 +634,9 @@ def test_only_an_eager_optimizer_steps_by_an_old_gradient(
     assert session["stepped"][:3] == of_one
     # Of the same, each has taken its steps; of some, the first weight's is taken again.
     assert session["stepped"][3:] == [again, [-2.0, -4.0], [-1.0 - 1.0, -4.0]]
+    # In a context that has gradients of one of them alone, nothing is given back.
+    due = [[-1.0, 0.0], [-1.0, -1.0], [-1.0, -2.0], [-2.0, -2.0]]
+    assert session["stepped apart"] == due
     for file in ("classifier.py", "minimal.py"):
         text = " ".join((ROOT / CHAPTER / file).read_text().split())
         assert "unless both have the same parameters: each sets all `.grad`" in text
