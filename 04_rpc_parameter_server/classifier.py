@@ -38,7 +38,7 @@ class EagerSGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         """Step, and forget: a weight that the next batch misses would step again.
 
-        It still does with two such optimizers in a process, unless both have the same
+        It still may with two such optimizers in a process, unless both have the same
         parameters: each sets all `.grad`.
         """
         loss = super().step(closure)
