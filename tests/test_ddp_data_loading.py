@@ -83,6 +83,24 @@ def test_without_workers_a_loaders_generator_seeds_nothing() -> None:
     assert len(drawn[0]) == 2 and drawn[0] == drawn[1]
 
 
+def seed_by_worker(worker: int) -> None:
+    """Forget the rank."""
+    torch.manual_seed(worker)
+
+
+@pytest.mark.parametrize("init_fn", [None, seed_by_worker])
+def test_a_worker_init_fn_that_seeds_overrules_a_generator(init_fn: Any) -> None:
+    dataset = script("worker_seeds").Augmented("global")
+    more: dict[str, Any] = {"worker_init_fn": init_fn, "num_workers": 2}
+    drawn = []
+    for rank in (0, 1):
+        more["generator"] = torch.Generator().manual_seed(rank)
+        loader = DataLoader(dataset, multiprocessing_context="fork", **more)
+        drawn.append([number.item() for _, number in loader])
+    assert len(drawn[0]) == len(set(drawn[0])) == 8
+    assert (drawn[0] == drawn[1]) is (init_fn is not None)
+
+
 @pytest.mark.slow
 def test_workers_draw_alike_unless_the_rank_is_in_their_seed(
     worker_pool: WorkerPool,

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DistributedSampler
+from transformers.utils import ModelOutput
 
 from lessons import run_lesson
 from pages import words_of
@@ -658,6 +659,14 @@ class Named(dict):
     """A dict of one's own, into which DDP looks in forward alone."""
 
 
+@dataclasses.dataclass
+class OfTransformers(ModelOutput):
+    """What models of transformers return, a dataclass and a dict that torch knows."""
+
+    first: torch.Tensor | None = None
+    second: torch.Tensor | None = None
+
+
 # How `forward` may return one output or two; what comes of a step that skips the
 # second head, and of one whose loss leaves it out: a mean, or each rank's own gradient.
 OWN = "own, then " + LATE
@@ -668,6 +677,7 @@ RETURNED: dict[str, tuple[Callable[..., Any], str, str]] = {
     "a named tuple": (lambda *outputs: Two(*outputs), "mean", "mean"),
     "a dataclass": (Fields, "mean", OWN),
     "a dict of one's own": (lambda *outputs: Named(enumerate(outputs)), "mean", OWN),
+    "transformers' own": (OfTransformers, "mean", "mean"),
     "an object": (lambda *outputs: SimpleNamespace(first=outputs[0]), TWICE, TWICE),
 }
 

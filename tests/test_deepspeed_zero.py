@@ -486,9 +486,12 @@ def gradient_with_penalty(stage: int, where: str) -> float | str:
     weight = (model := Penalised(4, 4, bias=False)).weight
     torch.nn.init.constant_(weight, 3.0)
     engine, whole = engine_for(model, stage), partial(GatheredParameters, [weight])
-    loss = engine(torch.ones(1, 4), 1.0 if where == "in forward" else 0.0)
+    forward = partial(engine, torch.ones(1, 4), 1.0 if where == "in forward" else 0.0)
     try:
         with contextlib.ExitStack() as stack:
+            if where == "gathered, and forward":
+                stack.enter_context(whole())
+            loss = forward()
             if where == "gathered":
                 stack.enter_context(whole())
             if where == "gathered, not for backward":
@@ -1698,14 +1701,22 @@ dimension 1
 
 
 @pytest.mark.parametrize(
-    "where", ["in forward", "gathered", "outside", "gathered, not for backward"]
+    "where",
+    [
+        *("in forward", "gathered", "outside"),
+        *("gathered, not for backward", "gathered, and forward"),
+    ],
 )
 def test_a_penalty_on_weights_needs_them_whole_in_backward(
     zero_pools: Pools, where: str
 ) -> None:
     outside, in_part = PENALTY.splitlines()
     # The layer's own gradient is 1, and the penalty's is 2 times the weight of 3.
-    last = {"outside": outside, "gathered, not for backward": in_part}.get(where, 7.0)
+    last = {
+        "outside": outside,
+        "gathered, not for backward": in_part,
+        "gathered, and forward": outside,
+    }.get(where, 7.0)
     for stage, expected in enumerate([7.0, 7.0, 7.0, last]):
         found = zero_pools(2).run(gradient_with_penalty, stage, where)
         assert found == [expected] * 2

@@ -1178,22 +1178,32 @@ def test_a_whole_file_is_not_loaded_into_a_gathered_root(
     assert loaded == [[3.0] * 4] * 2
 
 
-def whole_after_an_evaluation(reshards: list[bool]) -> list[list[bool]]:
-    """Run a block and the root, which stay whole; tell which are after each reshard."""
+def mixed_after_an_evaluation(reshards: list[bool]) -> list[list[bool]]:
+    """Run a block and the root, which stay whole; average weights after each reshard.
+
+    Tell of which an average that was made before is refused.
+    """
     model: Any = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2)))
     mesh, found = init_device_mesh("cpu", (2,)), []
     for module in (model[0], model):
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    averages = [p.detach().clone() for p in model.parameters()]
     with torch.no_grad():
         model(torch.ones(1, 2))
     for is_root in reshards:
         (model if is_root else model[0]).reshard()
-        found.append([not isinstance(p, DTensor) for p in model.parameters()])
+        found.append([])
+        for average, p in zip(averages, model.parameters(), strict=True):
+            try:
+                average.lerp_(p.detach(), 0.1)
+                found[-1].append(False)
+            except RuntimeError as error:
+                found[-1].append("aten.lerp_.Scalar got mixed" in str(error))
     return found
 
 
 def test_blocks_that_stay_whole_need_a_reshard_each(worker_pool: WorkerPool) -> None:
-    steps = worker_pool.run(whole_after_an_evaluation, [True, False])
+    steps = worker_pool.run(mixed_after_an_evaluation, [True, False])
     assert steps == [[[True, False], [False, False]]] * 2
 
 
@@ -1241,14 +1251,14 @@ def test_a_sharded_model_is_not_deep_copied(worker_pool: WorkerPool) -> None:
 
 
 class Routed(nn.Module):
-    """A layer, and two more of one shape, of which a batch takes one."""
+    """A layer, and two more, by default of one shape, of which a batch takes one."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: tuple[int, int] = (4, 4)) -> None:
         """Draw the same weights on all ranks."""
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(4, 4)
-        self.routes = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.routes = nn.ModuleList(nn.Linear(4, width) for width in widths)
 
     def forward(self, x: torch.Tensor, route: int, order: str) -> torch.Tensor:
         """Take a route; with an order of calls, call the other one too, times 0."""
@@ -1511,6 +1521,25 @@ def test_a_layer_added_after_fully_shard_is_each_rank_s_own(
     assert ours == theirs == [""] * 4 and norm != other
     said = "add it before `fully_shard`, or each rank silently trains its own"
     assert said in words_of(CHAPTER)
+
+
+def routes_of_two_shapes(units: bool, order: str) -> float:
+    """Take a route on each rank, reducing what is unused; return a gradient's mean."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file
+    model: Any = Routed((4, 64))
+    for module in (*(model.routes if units else ()), model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    model.set_reduce_scatter_unused_params(True)
+    model(torch.ones(1, 4), dist.get_rank(), order).sum().backward()
+    return model.routes[0].bias.grad.full_tensor().mean().item()
+
+
+def test_units_of_their_own_are_called_by_all_ranks(worker_pool: WorkerPool) -> None:
+    # One of two ranks takes the route, so the mean over the ranks is half of its own.
+    for units, order in ((False, ""), (True, "equal")):
+        assert worker_pool.run(routes_of_two_shapes, units, order) == [0.5] * 2
+    with pytest.raises(RankDied, match="died of signal SIGABRT"):
+        worker_pool.run(routes_of_two_shapes, True, "")
 
 
 def one_route_more_on_rank_0(reduce_unused: bool) -> float:
@@ -1877,6 +1906,10 @@ def resumed_with_an_unused_layer(folder: Path, way: str) -> str:
     if way.startswith("rolled back"):
         saved.optimizer.step()
         loaded = saved
+    if way.startswith("has stepped"):
+        for parameter in loaded.model["used"].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        loaded.optimizer.step()
     partial = dcp.DefaultLoadPlanner(allow_partial_load="partial load" in way)
     options = StateDictOptions(strict="not strict" not in way)
     takes_over = functools.partial(set_state_dict, options=options)
@@ -1919,13 +1952,20 @@ def test_weights_that_never_had_a_gradient_are_missing_from_a_checkpoint(
     assert worker_pool.run(*arguments, "was SGD, partial load") == [said] * 2
     # The process that saved has a state of one layer, and makes none of the other.
     said = "Missing optimizer state for parameter 'unused.weight' in checkpoint."
-    ways = ["rolled back", "rolled back, partial load", "rolled back, not strict"]
-    errors = [
-        worker_pool.run(resumed_with_an_unused_layer, tmp_path / way, way)
-        for way in ways
-    ]
-    assert errors[2] == ["", ""] and len(errors) == 3
-    assert [e.startswith(said) for e in errors[0] + errors[1]] == [True] * 4
+    # So is it if the layer was frozen, and no batch has used it yet.
+    fails = loads = 0
+    for first in ("rolled back", "has stepped, was left out"):
+        for mend in ("", ", partial load", ", not strict"):
+            way = f"{first}{mend}"
+            folder = tmp_path / way
+            errors = worker_pool.run(resumed_with_an_unused_layer, folder, way)
+            if mend == ", not strict":
+                assert errors == ["", ""], way
+                loads += 1
+            else:
+                assert [e.startswith(said) for e in errors] == [True] * 2, errors
+                fails += 1
+    assert (fails, loads) == (4, 2)
 
 
 def moments_resumed(folder: Path, is_frozen: bool) -> int:

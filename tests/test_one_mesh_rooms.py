@@ -268,11 +268,14 @@ def test_local_synchronization_names_a_group_by_its_ranks(
     assert len({name for _, name in sums}) == 2
 
 
-def name_of_second_group() -> str:
+def name_of_second_group(destroys: bool) -> str:
     """Make [0, 1], then [0, 2], members alone; return the name the second would get."""
     synchronized: dict[str, Any] = {"use_local_synchronization": True}
     if dist.get_rank() < 2:
-        dist.new_group([0, 1], **synchronized)
+        first: Any = dist.new_group([0, 1], **synchronized)
+        if destroys:
+            dist.barrier(first)  # until both have joined it
+            dist.destroy_process_group(first)
     asked = mock.Mock(side_effect=InterruptedError)
     helper = mock.patch.object(
         dist.distributed_c10d, "_new_process_group_helper", asked
@@ -289,8 +292,11 @@ def test_local_synchronization_wants_equally_many_groups_on_its_ranks(
 ) -> None:
     # `_hash_ranks_to_str` hashes the number of groups that this rank has beside the
     # ranks. With two names both would wait for the other until the timeout.
-    first, _, third = worker_pool.run(name_of_second_group, world_size=3)
+    first, _, third = worker_pool.run(name_of_second_group, False, world_size=3)
     assert first and third and first != third
+    # It counts those that a rank has, not those that it has made.
+    first, _, third = worker_pool.run(name_of_second_group, True, world_size=3)
+    assert first and first == third
 
 
 def test_members_alone_can_make_a_group_and_the_next_one_fails(shown: Ends) -> None:

@@ -42,7 +42,7 @@ from functools import cache, partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path, PosixPath
 from subprocess import TimeoutExpired
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import numpy as np
@@ -471,6 +471,8 @@ def cut_file() -> str:
 
 def foreign_object() -> str:
     """Load a checkpoint that holds more than tensors and plain values."""
+    from safetensors.torch import load_file, save_file
+
     with scratch_file() as path:
         found = {"options": argparse.Namespace(lr=0.1), "data": Path("data")}
         torch.save(found, path)
@@ -496,6 +498,12 @@ def foreign_object() -> str:
         trusted = mock.patch.dict(os.environ, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1")
         with trusted:
             said.append(error_of(lambda: torch.load(path)))
+        # A good file of another kind.
+        save_file({"weight": torch.ones(3)}, path)
+        assert "Unsupported operand 64\n" in error_of(lambda: torch.load(path))
+        with trusted:
+            assert "invalid load key, '@'" in error_of(lambda: torch.load(path))
+        assert load_file(path)["weight"].tolist() == [1, 1, 1]
         # These it refuses even where all their classes are allowed.
         kept: list[Any] = [deque([1]), defaultdict(list, {"loss": [0.5]})]
         with torch.serialization.safe_globals([deque, defaultdict, list]):
@@ -1377,23 +1385,33 @@ def test_torchrun_does_not_ask_whether_to_use_libuv(
     assert found == [False, True, True, "FileStore"]
 
 
+def put(queue: Any, value: str, has_put: Any) -> None:
+    """Put a value on a queue, and tell that `put` has returned."""
+    queue.put(value)
+    has_put.set()
+
+
 def test_a_child_that_fills_a_queue_does_not_end_before_it_is_read() -> None:
     context = multiprocessing.get_context("fork")
-    ended = []
-    for length in (1000, 100_000):  # a pipe holds 64 KiB
-        queue = context.Queue()
-        child = context.Process(target=queue.put, args=("x" * length,))
-        child.start()
-        child.join(1 if ended else None)
-        ended.append(child.exitcode)
-        assert len(queue.get()) == length
-        child.join()
-        assert child.exitcode == 0
-    assert ended == [0, None]
+    for kind in (context.Queue, context.SimpleQueue):
+        ended = []
+        for length in (1000, 100_000):  # a pipe holds 64 KiB
+            queue, has_put = kind(), context.Event()
+            child = context.Process(target=put, args=(queue, "x" * length, has_put))
+            child.start()
+            child.join(1 if ended else None)
+            ended.append((child.exitcode, has_put.is_set()))
+            assert len(queue.get()) == length
+            child.join()
+            assert child.exitcode == 0
+        # A simple queue's child waits in `put`, the other one at its end.
+        assert ended == [(0, True), (None, kind == context.Queue)]
+    with pytest.raises(TypeError, match="timeout"):
+        cast(Any, context.SimpleQueue()).get(timeout=60)
     # They all write to one pipe.
     queue = context.Queue()
-    put = partial(context.Process, target=queue.put, args=("x" * 30_000,))
-    children = [put() for _ in range(3)]
+    start = partial(context.Process, target=queue.put, args=("x" * 30_000,))
+    children = [start() for _ in range(3)]
     for child in children:
         child.start()
     for child in children:
@@ -1467,14 +1485,21 @@ def skip_a_batch(settings: dict[str, Any]) -> list[str]:
 BATCHES = [torch.ones(length, 2) for length in (1, 2, 1)]
 
 
-def fail_alone() -> list[str]:
-    """Raise in the backward pass of rank 1 alone, and make DDP anew on all ranks."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    model[0].register_forward_hook(watch)
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    wrap = partial(torch.nn.parallel.DistributedDataParallel, process_group=group)
-    step = partial(take_a_step, wrap(model), BATCHES[dist.get_rank()])
-    return [error_of(step), error_of(lambda: wrap(model))]
+def fail_at(layers: list[int]) -> list[str]:
+    """Raise in the second backward pass, then make DDP anew on all ranks.
+
+    Each rank raises at a layer of its own, or with -1 at none.
+    """
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    if (own := layers[dist.get_rank()]) >= 0:
+        model[own].register_forward_hook(watch)
+    # The buckets hold a parameter each.
+    settings: dict[str, Any] = {"bucket_cap_mb": 1e-6}
+    settings["process_group"] = dist.new_group(timeout=timedelta(seconds=1))
+    ddp = partial(torch.nn.parallel.DistributedDataParallel, model, **settings)
+    ddp_model = ddp()
+    said = [error_of(partial(take_a_step, ddp_model, x)) for x in BATCHES[:2]]
+    return [*said, error_of(lambda: ddp() and None)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}])
@@ -1490,14 +1515,20 @@ def test_ddp_goes_on_after_no_backward_that_has_raised(
     assert anew == other[4:] == [well] * 2
 
 
-def test_ddp_cannot_be_made_anew_after_one_rank_alone_has_raised(
-    worker_pool: WorkerPool,
+@pytest.mark.parametrize("layers", [[-1, 0], [1, 0], [0, 0]])
+def test_ddp_is_made_anew_only_if_all_ranks_have_raised_at_one_layer(
+    worker_pool: WorkerPool, layers: list[int]
 ) -> None:
-    waits, raises = worker_pool.run(fail_alone)
-    assert raises[0] == "pretend to be out of memory"
-    assert len(waits) == len(raises) == 2
-    for text in (*waits, raises[1]):
-        assert re.search(r"Timed out waiting|pair closure|by peer|Broken pipe", text)
+    well, lost = "no error, but None", r"Timed out waiting|pair closure|by peer|Broken"
+    found = worker_pool.run(fail_at, layers)
+    assert len(found) == 2
+    for own, (first, second, anew) in zip(layers, found, strict=True):
+        assert first == well
+        if own >= 0:
+            assert second == "pretend to be out of memory"
+        else:
+            assert re.search(lost, second)
+        assert anew == well if layers == [0, 0] else re.search(lost, anew)
 
 
 def test_only_a_barrier_says_that_all_ranks_have_joined() -> None:

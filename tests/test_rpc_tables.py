@@ -421,9 +421,13 @@ class HalfUsed(torch.nn.Module):
         super().__init__()
         self.used, self.unused = (torch.nn.Linear(2, 2) for _ in range(2))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Leave one layer out."""
-        return self.used(x)
+    def zero(self) -> torch.Tensor:
+        """Return what the other layer is needed for, times 0."""
+        return torch.stack([0 * p.sum() for p in self.unused.parameters()]).sum()
+
+    def forward(self, x: torch.Tensor, with_zero: bool) -> torch.Tensor:
+        """Leave one layer out, or only its value."""
+        return self.used(x) + self.zero() if with_zero else self.used(x)
 
 
 def went_back_past_a_layer() -> dict[str, Any]:
@@ -433,7 +437,7 @@ def went_back_past_a_layer() -> dict[str, Any]:
     parameters that have no gradient in the context.
     """
 
-    def went_back(with_zero: bool = False, freeze: bool = False, **options: Any) -> Any:
+    def went_back(zero: str = "", freeze: bool = False, **options: Any) -> Any:
         model, found = HalfUsed(), {}
         model.unused.requires_grad_(not freeze)
         ddp = torch.nn.parallel.DistributedDataParallel(model, **options)
@@ -441,10 +445,9 @@ def went_back_past_a_layer() -> dict[str, Any]:
         try:
             for _ in range(2):
                 with dist_autograd.context() as context:
-                    loss = ddp(x).sum()
-                    if with_zero:
-                        unused = ddp.module.unused.parameters()
-                        loss = loss + 0 * sum(p.sum() for p in unused)
+                    loss = ddp(x, zero == "forward").sum()
+                    if zero == "loss":
+                        loss = loss + model.zero()
                     dist_autograd.backward(context, [loss])
                     own = dist_autograd.get_gradients(context)
                     for name, weight in model.named_parameters():
@@ -457,7 +460,10 @@ def went_back_past_a_layer() -> dict[str, Any]:
         "plain": went_back(),
         "find": went_back(find_unused_parameters=True),
         "static": went_back(static_graph=True),
-        "zero": went_back(with_zero=True),
+        "find, zero": went_back("loss", find_unused_parameters=True),
+        "zero": went_back("loss"),
+        "static, zero": went_back("loss", static_graph=True),
+        "find, zero in forward": went_back("forward", find_unused_parameters=True),
         "frozen": went_back(freeze=True),
     }
 
@@ -682,12 +688,14 @@ def test_a_loss_uses_the_whole_dense_part(session: dict[str, Any]) -> None:
     missing, error = said.pop("plain")
     assert missing == names  # after the first step, which nothing has stopped
     assert "Expected to have finished reduction in the prior iteration" in error
-    for option in ("find", "static"):
+    for option in ("find", "static", "find, zero"):
         missing, error = said.pop(option)
         assert missing == [] and NOT_IN_CONTEXT in error  # in the first step
     means = {"used.weight": [[1.5, 1.5]] * 2, "used.bias": [1.0, 1.0]}
     zeros = {"unused.weight": [[0.0, 0.0]] * 2, "unused.bias": [0.0, 0.0]}
-    assert said == {"zero": means | zeros, "frozen": means | dict.fromkeys(names)}
+    assert said.pop("frozen") == means | dict.fromkeys(names)
+    mends = "zero", "static, zero", "find, zero in forward"
+    assert said == dict.fromkeys(mends, means | zeros)
     page = words_of(CHAPTER)
     assert "Each trainer's [loss must use the whole dense part](" in page
 

@@ -922,6 +922,7 @@ def test_plan_without_norms_all_reduces_more_and_cannot_be_clipped(
 
 # With a residual connection, where the plan takes a whole input for a part.
 OTHER_LENGTH = "The size of tensor a (4) must match the size of tensor b (8)"
+OTHER_LABELS = "Expected input batch_size (8) to match target batch_size (4)."
 
 
 def norms_of_two_meshes(way: str) -> tuple[str, float, float, float]:
@@ -944,11 +945,14 @@ def norms_of_two_meshes(way: str) -> tuple[str, float, float, float]:
         mine = x.chunk(2)[grid["tensor"].get_local_rank()]
     parallelize_module(ours, grid["tensor"], plan)
     fully_shard(ours, mesh=grid["data"])
-    if way == "whole input":
+    if "whole input" in way:
         with pytest.raises(RuntimeError, match=re.escape(OTHER_LENGTH)):
             _ = mine + ours(mine)
-    ours(mine).square().sum().backward()
-    alone(x).square().sum().backward()
+        with pytest.raises(ValueError, match=re.escape(OTHER_LABELS)):
+            nn.functional.cross_entropy(ours(mine), torch.zeros(4).long())
+    for model, tokens in ((ours, mine), (alone, x)):
+        losses = 16 * model(tokens).square()
+        (losses.mean() if "mean" in way else losses.sum()).backward()
     by_mesh: dict[Any, list[Any]] = {}
     for p in ours.parameters():
         by_mesh.setdefault(p.device_mesh, []).append(p)
@@ -978,19 +982,23 @@ def test_under_fsdp_norms_in_the_plan_are_clipped_with_all_others(
     worker_pool: WorkerPool,
 ) -> None:
     ways = "no norms in the plan", "sequence parallelism", "whole input"
-    without, within, twice = (
-        worker_pool.run(norms_of_two_meshes, way, world_size=4) for way in ways
+    without, within, twice, mean = (
+        worker_pool.run(norms_of_two_meshes, way, world_size=4)
+        for way in (*ways, "mean of a whole input")
     )
-    assert len(without) == len(within) == len(twice) == 4
+    assert [len(one) for one in (without, within, twice, mean)] == [4] * 4
     for said, norm, right, error in without:
         assert "aten.stack.default must have the same mesh" in said
         assert norm == pytest.approx(right, rel=1e-12) and error < 1e-12
     for said, norm, right, error in within:
         assert float(said) == pytest.approx(right, rel=1e-12)
         assert norm == pytest.approx(right, rel=1e-12) and error < 1e-12
-    # SequenceParallel takes a whole input for a part: all of it is counted twice.
+    # SequenceParallel takes a whole input for a part: all of it is counted twice, by a
+    # sum. Labels are too few, and a mean is right.
     for said, _, right, _ in twice:
         assert float(said) == pytest.approx(2 * right, rel=1e-12)
+    for said, _, right, error in mean:
+        assert float(said) == pytest.approx(right, rel=1e-12) and error < 1e-12
 
 
 def test_parallelize_module_unties_weights(worker_pool: WorkerPool) -> None:
