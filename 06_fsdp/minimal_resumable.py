@@ -109,7 +109,9 @@ def main() -> None:
         if path:
             first_epoch = resume(path, model, optimizer)
     except (dcp.CheckpointException, LookupError, OSError, RuntimeError) as e:
-        raise SystemExit(f"move {path} away: {str(e).splitlines()[-1]}") from e
+        why = str(e).splitlines()[-1]
+        hint = "freeze what had no gradient, or " if "dict: adam." in why else ""
+        raise SystemExit(f"{hint}move {path} away: {why}") from e
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group.update(rate)  # also "initial_lr"
     for _ in range(first_epoch * len(loader)):  # as these ranks count them

@@ -103,7 +103,9 @@ def main() -> None:
         try:
             dcp.load(run, checkpoint_id=newest, planner=planner)  # in shards
         except dcp.CheckpointException as e:
-            raise SystemExit(f"move {newest} away: {str(e).splitlines()[-1]}") from e
+            why = str(e).splitlines()[-1]
+            hint = "freeze what had no gradient, or " if "dict: adam." in why else ""
+            raise SystemExit(f"{hint}move {newest} away: {why}") from e
         saved: Any = planner.metadata  # DCP ignores what else is saved
         left = saved.state_dict_metadata.keys() - planner.state_dict
         if more := [n for n in left if n.startswith(("model.", "adam.state."))]:

@@ -1326,7 +1326,8 @@ def test_another_model_s_shards_are_named_and_kept(
     for said, error in ends:
         assert said == ""
         newest = "sharded/epoch_002" if saved_by == "dcp" else FILE
-        assert error.startswith(f"move {tmp_path / newest} away: ")
+        # A new layer is asked for in Adam's state first, as one without gradient is.
+        assert f"move {tmp_path / newest} away: " in error
         assert "\n" not in error
         assert re.search(cause, error), error
     assert [path.read_bytes() for path in files] == before
@@ -1345,6 +1346,34 @@ def test_a_truncated_file_of_ddp_and_too_few_samples_end_in_a_line(
     few = partial(sharded, samples=1)
     ends = worker_pool.run(few, str(tmp_path / "few"), world_size=2)
     assert ends == [("", "too few samples per rank")] * 2
+
+
+def with_unused_layer(folder: str, frozen: bool) -> tuple[str, str]:
+    """Train a GPT with a layer that no forward pass uses; return how it ends."""
+    module: Any = load_chapter("06_fsdp")["minimal_resumable"]
+
+    class OwnModel(module.GPT):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.unused = torch.nn.Linear(4, 4).requires_grad_(not frozen)
+
+    with mock.patch.object(module, "GPT", OwnModel):
+        return sharded(folder, samples=96)
+
+
+def test_a_layer_without_gradient_is_to_be_frozen_when_a_run_resumes(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    worker_pool.run(with_unused_layer, str(tmp_path), False)
+    shutil.rmtree(tmp_path / "sharded" / "epoch_002")
+    ends = worker_pool.run(with_unused_layer, str(tmp_path), False)
+    begins = f"freeze what had no gradient, or move {tmp_path}/sharded/epoch_001 away: "
+    for said, error in ends:
+        assert said == "" and error.startswith(begins) and "\n" not in error
+        assert "Missing key in checkpoint state_dict: adam.state.unused." in error
+    (said, error), _ = worker_pool.run(with_unused_layer, str(tmp_path), True)
+    assert not error and said.startswith("2 ranks on cpu: 1 of 2 epochs done\nepoch 1")
+    assert len(ends) == 2 and " at the save, or had no gradient" in words_of("06_fsdp")
 
 
 def with_statistics(folder: str) -> tuple[dict[str, torch.Tensor], list[int]]:
@@ -1863,7 +1892,9 @@ def test_two_axes_without_the_tie_have_another_matrix(
     after_one_epoch(fsdp_run[0], tmp_path)
     ends = worker_pool.run(without_tie, str(tmp_path), world_size=2)
     assert len(ends) == 2
-    assert all(end.error.endswith("adam.state.head.weight.step.") for end in ends)
+    for end in ends:
+        assert end.error.startswith("freeze what had no gradient, or move ")
+        assert end.error.endswith("adam.state.head.weight.step.")
 
 
 def test_two_axes_refuse_another_model_and_ranks_that_do_not_divide(
