@@ -1222,7 +1222,7 @@ def test_swapped_calls_of_one_shape_give_wrong_sums_without_an_error(
         sums = [call for call in calls if call.endswith(":all_reduce")]
         assert sums == ["1 gloo:all_reduce", "2 gloo:all_reduce"], level
         assert calls == others, level
-    claim = "Two swapped all-reduces of one shape: equal lists, wrong values, and no "
+    claim = "all-reduces of one shape and dtype: equal lists, wrong values, and no "
     assert claim + "error, even with `DETAIL`" in words_of(ROOM)
 
 
@@ -1295,6 +1295,8 @@ def swapped_messages(tags: list[int]) -> list[float] | str:
 
 def test_swapped_messages_hang_if_their_tags_differ(worker_pool: WorkerPool) -> None:
     assert worker_pool.run(swapped_messages, [0, 0]) == [[1.0, 2.0], [2.0, 1.0]]
+    row = "two messages of one length and direction without tags"
+    assert row in (ROOT / "MYTHS.md").read_text()
     for text in (said := worker_pool.run(swapped_messages, [1, 2])):
         assert re.search(ENDS_OF_A_WAIT, str(text)), text
     assert len(said) == 2

@@ -619,7 +619,7 @@ def test_find_unused_parameters_needs_all_losses_from_forward(
     assert worker_pool.run(gradients_of_two_losses, True) == [mean * 2] * 2
     errors = worker_pool.run(gradients_of_two_losses, False)
     assert [error[: len(TWICE)] for error in errors] == [TWICE] * 2
-    said = "which come from what # `forward` returns (also a tuple, list or dict)"
+    said = "which come # from what it returns (also a tuple, list or dict)"
     assert said in words_of(ROOM)
 
 
@@ -766,7 +766,55 @@ def test_a_static_graph_has_no_gradient_in_its_loss(worker_pool: WorkerPool) -> 
     for settings in ({}, {"find_unused_parameters": True}):
         assert max(worker_pool.run(gradients_with_penalty, settings)) < 1e-6, settings
     assert min(worker_pool.run(gradients_with_penalty, {"static_graph": True})) > 1e-2
-    assert "For equal steps without `autograd.grad`" in words_of(ROOM)
+    said = "For equal steps whose loss takes all that `forward` returns, and without # "
+    assert said + "`autograd.grad`" in words_of(ROOM)
+
+
+def steps_from_one_head(settings: dict[str, Any]) -> list[float | str]:
+    """Run both heads, and go back from one, in three steps; return what comes of it."""
+    model = TwoHeads()
+    ddp_model = DistributedDataParallel(model, **settings)
+    found: list[float | str] = []
+    for _ in range(3):
+        ddp_model.zero_grad()
+        try:
+            used, _ = ddp_model(torch.full((1, 1), dist.get_rank() + 1.0))
+            used.sum().backward()
+        except RuntimeError as error:
+            return [*found, str(error)[: len(LATE)]]
+        assert model.body.weight.grad is not None
+        found.append(model.body.weight.grad.item())
+    return found
+
+
+def test_a_static_graph_has_no_output_that_its_loss_leaves_out(
+    worker_pool: WorkerPool,
+) -> None:
+    find = {"find_unused_parameters": True}
+    assert worker_pool.run(steps_from_one_head, find) == [[1.5] * 3] * 2
+    # The second step's gradient is this rank's own, without an error.
+    found = worker_pool.run(steps_from_one_head, {"static_graph": True})
+    assert found == [[1.5, own, LATE] for own in (1.0, 2.0)]
+
+
+def both_heads_by_turns(settings: dict[str, Any]) -> float | str:
+    """Use a head in each of two forward passes, and go back from both at once."""
+    model: Any = TwoHeads()
+    heads = (model.first, model.second)
+    model.forward = lambda inputs, i: heads[i](model.body(inputs))
+    ddp_model = DistributedDataParallel(model, **settings)
+    inputs = torch.full((1, 1), dist.get_rank() + 1.0)
+    try:
+        sum(ddp_model(inputs, i) for i in (0, 1)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return model.body.weight.grad.item()
+
+
+def test_find_unused_parameters_needs_one_forward(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(both_heads_by_turns, {}) == [3.0, 3.0]
+    found = worker_pool.run(both_heads_by_turns, {"find_unused_parameters": True})
+    assert [str(error)[: len(TWICE)] for error in found] == [TWICE] * 2
 
 
 def gradient_of_one_head(finds_unused: bool) -> float:

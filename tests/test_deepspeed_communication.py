@@ -495,16 +495,16 @@ def coalesced_step(
                 engine.backward(engine(micro_batch).square().sum())
                 engine.step()
     norm, steps = float(engine.get_global_grad_norm()), [engine.global_steps]
-    for boundary in (
-        (True, None) if is_coalesced else ()
-    ):  # it stays until told otherwise
+    for boundary in (True, None) if is_coalesced else ():  # it stays until told
         engine.set_gradient_accumulation_boundary(boundary)
         for micro_batch in inputs:
             engine.backward(engine(micro_batch).square().sum())
             engine.step()
-        steps.append(engine.global_steps)
+            steps.append(engine.global_steps)
     engine.destroy()
-    assert steps == ([1, 4, 5] if is_coalesced else [1])
+    # It steps after each micro-batch. Then, as the coalesced step has counted for one
+    # of its three, after the second of three.
+    assert steps == ([1, 2, 3, 4, 4, 5, 5] if is_coalesced else [1])
     return {name: sum(calls) for name, calls in counter.calls.items()}, norm
 
 

@@ -17,10 +17,11 @@ from ranks import check, gather, join, leave, say
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},  # wrong where a loss leaves a parameter out
-    # Right in every step, if one backward takes all losses, which come from what
-    # `forward` returns (also a tuple, list or dict); no `use_reentrant=True`.
+    # Right in every step, if one backward takes all losses of one forward, which come
+    # from what it returns (also a tuple, list or dict); no `use_reentrant=True`.
     "find_unused_parameters": {"find_unused_parameters": True},
-    # For equal steps without `autograd.grad`; the first not in no_sync.
+    # For equal steps whose loss takes all that `forward` returns, and without
+    # `autograd.grad`; the first not in no_sync.
     "static_graph": {"static_graph": True},
 }
 SCENARIOS = [["all", "nobody", "all"], ["rank 0", "rank 0"]]  # users, step by step
