@@ -1671,6 +1671,43 @@ def test_two_backwards_before_a_step_lose_the_first_in_stages_1_and_2(
         assert run(fp32, [[OF_BOTH], [tens]]) == [[[11, 110]] * 2] * 2
 
 
+def first_loss_of_two(stage: int) -> list[float]:
+    """Take a step after two forward passes, then two backward ones; return the move."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    model = TwoLayers()
+    engine = engine_for(model, stage)
+    weights = [layer.weight for layer in model.layers]
+    losses = [engine(factors)["loss"] for factors in ((1, 10), (10, 100))]
+    for loss in losses:
+        engine.backward(loss)
+    engine.step()
+    with GatheredParameters(weights):
+        moved = [i - w.mean().item() for i, w in enumerate(weights, start=1)]
+    engine.destroy()
+    return moved
+
+
+def test_after_two_forward_passes_stage_3_too_loses_the_first(
+    zero_pools: Pools,
+) -> None:
+    run = zero_pools(2).run
+    assert run(first_loss_of_two, 0) == [[11, 110]] * 2
+    assert run(first_loss_of_two, 3) == [[10, 100]] * 2
+
+
+def test_in_float16_stage_0_divides_by_a_scale_that_it_did_not_apply(
+    zero_pools: Pools,
+) -> None:
+    run = zero_pools(2).run
+    for scale, by_stage_0 in ((1, [1, 10]), (64, [1 / 64, 10 / 64])):
+        fp16 = {"enabled": True, "loss_scale": scale}
+        both = partial(moved_in_all_stages, stages=(0, 1), fp16=fp16)
+        for stage_0, stage_1 in run(both, [[OF_BOTH]]):
+            assert stage_1 == [1, 10]
+            assert stage_0 == pytest.approx(by_stage_0, rel=0.02)
+
+
 TWO_FORWARDS = "KeyError: 0"
 
 

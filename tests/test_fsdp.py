@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -11,7 +12,7 @@ import math
 import re
 import resource
 import sys
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -2619,7 +2620,7 @@ class Told(nn.Module):
 
     def forward(self, batch: Any) -> torch.Tensor:
         """Note the times of a batch; apply the layer to its features."""
-        held = batch if isinstance(batch, dict) else vars(batch)
+        held = batch if isinstance(batch, (dict, UserDict)) else vars(batch)
         self.seen = held["time"].tolist()
         return self.layer(held["features"].to(self.layer.weight.dtype))
 
@@ -2634,6 +2635,14 @@ def inputs_under_a_policy(kind: Any, **policy: Any) -> list[float]:
     return model.seen
 
 
+@dataclasses.dataclass
+class Batch:
+    """Features and times."""
+
+    features: torch.Tensor
+    time: torch.Tensor
+
+
 BF16 = {"param_dtype": torch.bfloat16}
 
 
@@ -2643,7 +2652,9 @@ BF16 = {"param_dtype": torch.bfloat16}
         (dict, BF16, [1000.0] * 2),
         (dict, {**BF16, "cast_forward_inputs": False}, [999, 1001]),
         (dict, {"reduce_dtype": torch.bfloat16}, [999, 1001]),
+        (Batch, BF16, [1000.0] * 2),
         (SimpleNamespace, BF16, [999, 1001]),
+        (UserDict, BF16, [999, 1001]),  # as BatchEncoding, which tokenizers return
     ],
 )
 def test_a_policy_rounds_every_float_of_the_root_s_inputs(
@@ -2679,6 +2690,10 @@ def test_a_policy_rounds_a_mask_to_minus_infinity(worker_pool: WorkerPool) -> No
     for dtype, is_nan in ((torch.float32, True), (torch.bfloat16, False)):
         expected = [[is_nan] * 3] * 2
         assert worker_pool.run(chances_under_a_mask, dtype) == expected
+    # PyTorch's own attention gives zeros for a query without a key.
+    x = torch.ones(1, 3, 2, dtype=torch.bfloat16)
+    mask = torch.full((3, 3), -torch.inf, dtype=torch.bfloat16)
+    assert not F.scaled_dot_product_attention(x, x, x, mask).any()
 
 
 class WithPositions(nn.Module):
