@@ -1703,9 +1703,9 @@ def test_in_float16_stage_0_divides_by_a_scale_that_it_did_not_apply(
     for scale, by_stage_0 in ((1, [1, 10]), (64, [1 / 64, 10 / 64])):
         fp16 = {"enabled": True, "loss_scale": scale}
         both = partial(moved_in_all_stages, stages=(0, 1), fp16=fp16)
-        for stage_0, stage_1 in run(both, [[OF_BOTH]]):
-            assert stage_1 == [1, 10]
-            assert stage_0 == pytest.approx(by_stage_0, rel=0.02)
+        (stage_0, stage_1), same = run(both, [[OF_BOTH]])
+        assert [stage_0, stage_1] == same and stage_1 == [1, 10]
+        assert stage_0 == pytest.approx(by_stage_0, rel=0.02)
 
 
 TWO_FORWARDS = "KeyError: 0"
