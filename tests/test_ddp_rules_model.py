@@ -723,7 +723,7 @@ def gradient_of_two_backwards(settings: dict[str, Any], at_once: bool) -> float:
     model = TwoHeads()
     ddp_model = DistributedDataParallel(model, **settings)
     outputs = ddp_model(torch.full((1, 1), dist.get_rank() + 1.0))
-    for loss in [sum(outputs)] if at_once else outputs:
+    for loss in [torch.stack(outputs)] if at_once else outputs:
         loss.sum().backward(retain_graph=True)
     assert model.body.weight.grad is not None
     return model.body.weight.grad.item()
@@ -805,7 +805,7 @@ def both_heads_by_turns(settings: dict[str, Any]) -> float | str:
     ddp_model = DistributedDataParallel(model, **settings)
     inputs = torch.full((1, 1), dist.get_rank() + 1.0)
     try:
-        sum(ddp_model(inputs, i) for i in (0, 1)).sum().backward()
+        torch.stack([ddp_model(inputs, i) for i in (0, 1)]).sum().backward()
     except RuntimeError as error:
         return str(error)
     return model.body.weight.grad.item()
