@@ -955,7 +955,7 @@ def test_what_is_said_to_fit_fits() -> None:
 def test_a_few_small_gpus_train_what_the_page_says() -> None:
     page = (ROOT / CHOICE).read_text()
     (options,) = re.findall(
-        r"GPUs of 24 GB, joined by\s+PCIe \(`(.*?)`", page, re.DOTALL
+        r"GPUs of 24 GiB, joined\s+by PCIe \(`(.*?)`", page, re.DOTALL
     )
     rows = re.findall(r"^\| (\d) \| `([\d,]+)` \| (.*) billion \| (.*) \|$", page, re.M)
     said = {

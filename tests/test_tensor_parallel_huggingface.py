@@ -929,7 +929,7 @@ def test_transformers_itself_leaves_norms_activations_and_logits_whole(
 
 
 AUTO_TP = """
-import json, deepspeed
+import json, sys, deepspeed
 from qwen import small_model
 from tiny_qwen import read_batches
 
@@ -939,8 +939,11 @@ config = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     "tensor_parallel": {"autotp_size": 2},
 }
-engine, *_ = deepspeed.initialize(model=small_model(), config=config)
-losses = []
+model, losses = small_model(), []
+if "untied" in sys.argv:
+    model.config.tie_word_embeddings = False
+    model = type(model)(model.config)
+engine, *_ = deepspeed.initialize(model=model, config=config)
 for tokens in read_batches(None, None, 4, 4, 64):
     loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
     engine.backward(loss)
@@ -971,3 +974,7 @@ def test_deepspeed_splits_by_itself_and_to_the_same_losses(tmp_path: Path) -> No
         assert shapes["model.layers.0.mlp.down_proj.weight"] == [D, 384 // 2]
         assert shapes["model.embed_tokens.weight"] == [V // 2, D]
         assert shapes["model.norm.weight"] == [D]
+    untied = torchrun(script, "untied", cwd=tmp_path, env=env).output
+    shapes = [json.loads(line)[1] for line in re.findall(r"^found (.*)", untied, re.M)]
+    assert [one["model.embed_tokens.weight"] for one in shapes] == [[V, D]] * 2
+    assert [one["lm_head.weight"] for one in shapes] == [[V // 2, D]] * 2
