@@ -188,7 +188,10 @@ ACCUMULATED = ["--grad-accum-steps=2"]
             2, [*ACCUMULATED, "--batch-size=2"], [3, 8], marks=pytest.mark.slow
         ),
         pytest.param(4, [], [3, 8], marks=pytest.mark.slow),
-        (4, [*ACCUMULATED, "--batch-size=1", "--workers=1"], [7]),
+        pytest.param(
+            *(4, [*ACCUMULATED, "--batch-size=1", "--workers=1"], [7]),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=[
         "2 ranks",
@@ -535,15 +538,21 @@ def train_until_killed(words: list[str], moment: str, call: int) -> None:
 @pytest.mark.parametrize(
     ("moment", "call", "resumed_from"),
     [
-        *(("step", 1, []), ("step", 7, [6])),
-        *(("gathering", 2, []), ("gathering", 6, [4])),
-        *(("before the first byte", 1, []), ("before the first byte", 3, [4])),
-        *(("in the middle", 1, []), ("in the middle", 2, [2])),
-        ("in the middle", 5, [8]),
-        ("before the bytes are on the disk", 1, []),
+        ("step", 7, [6]),
+        ("gathering", 6, [4]),
+        ("before the first byte", 3, [4]),
+        *(("in the middle", 1, []), ("in the middle", 5, [8])),
         ("before the bytes are on the disk", 2, [2]),
-        *(("rename", 1, []), ("rename", 2, [2]), ("rename", 3, [2])),
-        *(("rename", 4, [4]), ("rename", 5, [4])),
+        *(("rename", 1, []), ("rename", 4, [4]), ("rename", 5, [4])),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("step", 1, []), ("gathering", 2, [])),
+                *(("before the first byte", 1, []), ("in the middle", 2, [2])),
+                ("before the bytes are on the disk", 1, []),
+                *(("rename", 2, [2]), ("rename", 3, [2])),
+            )
+        ),
     ],
 )
 def test_run_killed_in_mid_write_ends_with_the_same_bits(

@@ -1133,7 +1133,9 @@ def rates_in_shards(
 @pytest.mark.parametrize(
     ("chapter", "script", "ranks", "kind"),
     [
-        ("06_fsdp", "minimal_resumable", 2, "StepLR"),
+        pytest.param(
+            *("06_fsdp", "minimal_resumable", 2, "StepLR"), marks=pytest.mark.slow
+        ),
         ("06_fsdp", "minimal_resumable", 2, "SequentialLR"),
         ("06_fsdp", "minimal_resumable", 2, "OneCycleLR"),
         pytest.param("09_one_mesh", "minimal", 4, "StepLR", marks=pytest.mark.slow),
@@ -1701,11 +1703,12 @@ def with_a_copy_of_adam(*of: Any, get: Any = get_state_dict) -> tuple[Any, Any]:
 MESH, SAMPLES = "09_one_mesh", 256
 BF16 = "the policy of a GPU"
 LARGE = "a model too large for one rank"
+UNCLIPPED = "gradients not clipped"
 # What is replaced in the script, and by what.
 MESH_FAULTS: dict[str, dict[str, Any]] = {
     "": {},
     "a sampler of all ranks": {"DistributedSampler": all_samples},
-    "gradients not clipped": {"torch.nn.utils.clip_grad_norm_": mock.Mock()},
+    UNCLIPPED: {"torch.nn.utils.clip_grad_norm_": mock.Mock()},
     "Adam's state lost": {
         "states.get_state_dict": with_a_copy_of_adam,
         "states.set_optimizer_state_dict": mock.Mock(),
@@ -1857,8 +1860,7 @@ def test_two_axes_train_as_fsdp_does_and_take_up_each_other_s_shards(
     [
         "",
         BF16,
-        LARGE,
-        "gradients not clipped",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (LARGE, UNCLIPPED)),
         pytest.param("a sampler of all ranks", marks=pytest.mark.slow),
         pytest.param("Adam's state lost", marks=pytest.mark.slow),
         pytest.param("the order of samples", marks=pytest.mark.slow),
@@ -2049,8 +2051,8 @@ def in_stages(
 @pytest.mark.parametrize(
     ("stages", "layers", "is_tied", "optimizer"),
     [
-        (2, 2, True, "SGD"),
         (2, 3, False, "AdamW"),
+        pytest.param(2, 2, True, "SGD", marks=pytest.mark.slow),
         pytest.param(1, 1, True, "AdamW", marks=pytest.mark.slow),
         pytest.param(3, 4, True, "AdamW", marks=pytest.mark.slow),
         pytest.param(4, 4, False, "SGD", marks=pytest.mark.slow),
@@ -2070,7 +2072,7 @@ def test_stages_train_as_one_process(
     assert [names for *_, names in ends[1:]] == [[]] * (stages - 1)
 
 
-@pytest.mark.parametrize("micro_batches", [4, 16])
+@pytest.mark.parametrize("micro_batches", [4, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_batch_is_so_many_micro_batches(
     worker_pool: WorkerPool, micro_batches: int
 ) -> None:
@@ -2188,8 +2190,17 @@ def own_model_in_stages(max_norm: float, part: Any) -> tuple[float, int]:
     return max(far, default=0.0), len(far)
 
 
-@pytest.mark.parametrize("part", [OwnPart, HoldingPart])
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stages", "part"),
+    [
+        (2, HoldingPart),
+        (3, OwnPart),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, OwnPart), (1, HoldingPart), (2, OwnPart), (3, HoldingPart))
+        ),
+    ],
+)
 def test_stages_train_another_model_in_place_of_the_gpt(
     worker_pool: WorkerPool, stages: int, part: Any
 ) -> None:
@@ -2252,7 +2263,7 @@ def test_held_out_text_is_read_without_dropout(worker_pool: WorkerPool) -> None:
     assert said.splitlines()[-1] == said_alone.splitlines()[-1]
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("is_tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_stages_clip_by_the_norm_of_all(worker_pool: WorkerPool, is_tied: bool) -> None:
     sizes = {"layers": 2, "tied": is_tied}
     ends = worker_pool.run(in_stages, sizes, "SGD", "", True, world_size=2)

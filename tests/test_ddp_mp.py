@@ -185,7 +185,7 @@ def running_mean_of_this_rank() -> tuple[list[float], list[float]]:
 # --- The run as a whole. ----------
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_file_to_copy_trains_as_one_process(
     worker_pool: WorkerPool, world_size: int
 ) -> None:

@@ -169,7 +169,11 @@ def test_adam_makes_steps_of_rounding_where_a_gradient_is_zero() -> None:
 # with that unit shows that nothing else is behind it.
 @pytest.mark.parametrize("world_size", [2, 4, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-13)]
+    ("dtype", "tolerance"),
+    [
+        pytest.param(torch.float32, 1e-5, marks=pytest.mark.slow),
+        (torch.float64, 1e-13),
+    ],
 )
 def test_every_way_equals_one_process_on_the_concatenated_batch(
     worker_pool: WorkerPool, world_size: int, dtype: torch.dtype, tolerance: float

@@ -517,7 +517,7 @@ def errors_at_the_end() -> tuple[int, list[str], int, list[str]]:
     return begun, hang, steps, gather(text)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_with_more_batches_waits_or_is_told(
     worker_pool: WorkerPool, world_size: int
 ) -> None:

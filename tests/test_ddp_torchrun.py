@@ -243,7 +243,12 @@ def run_in_float64(by_sgd: bool, words: list[str]) -> Run:
 @pytest.mark.parametrize("by_sgd", [True, False], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize(
     ("world_size", "batch_size", "grad_accum_steps"),
-    [(1, 12, 1), (2, 2, 3), (3, 4, 1), (4, 3, 1)],
+    [
+        (2, 2, 3),
+        (3, 4, 1),
+        pytest.param(1, 12, 1, marks=pytest.mark.slow),
+        pytest.param(4, 3, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_any_number_of_ranks_takes_the_steps_of_one_process(
     worker_pool: WorkerPool,

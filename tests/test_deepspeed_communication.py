@@ -296,7 +296,9 @@ def test_stages_1_and_2_reduce_to_the_owner_if_told_and_never_scatter(
     assert "](communication/README.md) DeepSpeed calls `reduce`: 1 + 1" in page
 
 
-@pytest.mark.parametrize("mistake", ["a call", "TCP"])
+@pytest.mark.parametrize(
+    "mistake", ["a call", pytest.param("TCP", marks=pytest.mark.slow)]
+)
 def test_counts_that_differ_on_one_rank_are_found(
     mistake: str, zero_pools: Pools
 ) -> None:

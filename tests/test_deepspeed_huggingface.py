@@ -835,10 +835,15 @@ def test_from_pretrained_fills_shards(zero_pools: Pools) -> None:
     ("script", "mistake"),
     [
         ("with_accelerate", "every rank takes all samples"),
-        ("with_accelerate", "nothing is loaded"),
-        ("with_trainer", "nobody tells Trainer of the CPU"),
         ("with_trainer", "each rank keeps its own gradients"),
-        ("with_trainer", "norms decay too"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("with_accelerate", "nothing is loaded"),
+                ("with_trainer", "nobody tells Trainer of the CPU"),
+                ("with_trainer", "norms decay too"),
+            )
+        ),
         ("from_pretrained", "the object is gone before the model is loaded"),
     ],
 )

@@ -924,7 +924,9 @@ def test_calculator_speaks_for_the_rank_that_needs_the_most() -> None:
     assert gradients[0] < max(gradients) == found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))]
+)
 def test_what_is_offloaded_is_what_is_counted(pool: WorkerPool, stage: int) -> None:
     config = module("sized_qwen").sized_config(WIDTH, LAYERS)
     sizes, few = (
@@ -939,7 +941,7 @@ def test_what_is_offloaded_is_what_is_counted(pool: WorkerPool, stage: int) -> N
     assert max(counted) == pytest.approx(sum(found[kind] for kind in kinds), rel=0.01)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3, pytest.param(1, marks=pytest.mark.slow)])
 def test_only_stage_2_keeps_a_sum_of_gradients_beside_the_last_ones(
     pool: WorkerPool, stage: int
 ) -> None:
@@ -960,7 +962,9 @@ def test_only_stage_2_keeps_a_sum_of_gradients_beside_the_last_ones(
     assert max(counted) == pytest.approx(sum(two[kind] for kind in kinds), rel=0.01)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    "stage", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3))]
+)
 def test_frozen_weights_are_nothing_but_weights(pool: WorkerPool, stage: int) -> None:
     sized, config = module("sized_qwen"), module("sized_qwen").sized_config
     with torch.device("meta"):

@@ -293,7 +293,9 @@ def test_with_clipping_bf16_losses_differ_since_the_norm_is_rounded(
         assert apart["host, norm in fp64"] == 0
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))]
+)
 def test_with_clipping_and_only_then_last_bits_may_differ_in_every_stage(
     zero_pools: Pools, stage: int
 ) -> None:

@@ -901,7 +901,10 @@ def run_all_stages(precision: str) -> list[str]:
     return [run_zero_lesson(CHAPTER, script, **options) for script in scripts]
 
 
-@pytest.mark.parametrize(("precision", "limit"), [("bf16", "2e-03"), ("fp32", "1e-04")])
+@pytest.mark.parametrize(
+    ("precision", "limit"),
+    [("bf16", "2e-03"), pytest.param("fp32", "1e-04", marks=pytest.mark.slow)],
+)
 def test_two_steps_of_each_stage_are_one_process_s(
     zero_pools: Pools, precision: str, limit: str
 ) -> None:
@@ -1323,7 +1326,9 @@ def test_stage_scripts_train_and_compare(zero_pools: Pools) -> None:
     assert max(last) - min(last) < 2e-3 and 3.2 < min(last) < 3.8
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp32"]
+)
 @pytest.mark.parametrize(
     "world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
 )
@@ -1462,7 +1467,7 @@ def test_latest_is_replaced_and_never_half_written(tmp_path: Path) -> None:
     ("forgets", "is_right"),
     [
         ("", True),
-        ("load_optimizer_states", False),
+        pytest.param("load_optimizer_states", False, marks=pytest.mark.slow),
         pytest.param("load_lr_scheduler_states", False, marks=pytest.mark.slow),
     ],
 )

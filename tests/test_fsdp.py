@@ -285,7 +285,11 @@ def alone(
 
 @pytest.mark.parametrize(
     ("ranks", "parts", "sgd"),
-    [(2, 3, True), (3, 2, False), pytest.param(4, 1, True, marks=pytest.mark.slow)],
+    [
+        (3, 2, False),
+        pytest.param(2, 3, True, marks=pytest.mark.slow),
+        pytest.param(4, 1, True, marks=pytest.mark.slow),
+    ],
 )
 def test_training_is_that_of_one_process(
     worker_pool: WorkerPool,
@@ -676,7 +680,7 @@ def test_file_is_trained_in_shards(
     [
         "one weight is another",
         pytest.param("moments forgotten", marks=pytest.mark.slow),
-        "schedule forgotten",
+        pytest.param("schedule forgotten", marks=pytest.mark.slow),
     ],
 )
 def test_finetune_notices(
@@ -1680,7 +1684,14 @@ def ending_of_checkpoint(fault: str) -> tuple[Any, str]:
         return ending(CHAPTER, "sharded_checkpoint")
 
 
-@pytest.mark.parametrize("fault", ["no weights", "no optimizer", "a hundred-millionth"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "a hundred-millionth",
+        pytest.param("no weights", marks=pytest.mark.slow),
+        pytest.param("no optimizer", marks=pytest.mark.slow),
+    ],
+)
 def test_checkpoint_without_a_part_is_noticed(
     worker_pool: WorkerPool, fault: str
 ) -> None:
@@ -1996,7 +2007,7 @@ def test_adam_s_state_of_a_weight_that_is_frozen_is_not_loaded(
         assert worker_pool.run(moments_resumed, folder, is_frozen) == [number] * 2
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_each_state_dict_is_what_the_table_says(
     worker_pool: WorkerPool, world_size: int
 ) -> None:
@@ -2127,7 +2138,9 @@ def test_newest_checkpoint_has_the_largest_number_of_those_that_are_whole(
     assert newest_whole(tmp_path) is None
 
 
-@pytest.mark.parametrize("fault", ["late", "no second step"])
+@pytest.mark.parametrize(
+    "fault", ["late", pytest.param("no second step", marks=pytest.mark.slow)]
+)
 def test_save_of_later_weights_is_noticed(worker_pool: WorkerPool, fault: str) -> None:
     ends = worker_pool.run(ending_of_async, fault)
     assert_failed(ends, "loaded: the weights at the call")
@@ -2137,19 +2150,19 @@ def test_save_of_later_weights_is_noticed(worker_pool: WorkerPool, fault: str) -
 
 
 @pytest.mark.parametrize(
-    ("fault", "claim"),
+    "fault",
     [
-        ("keeps what it gathers", "shards and gradients are float32"),
-        ("no policy", "shards and gradients are float32"),
-        ("float32 off by 1e-4", "shards and gradients are float32"),
-        ("bf16 off by a fifth", "shards and gradients are float32"),
-        ("gathers float32", "shards and gradients are float32"),
+        "gathers float32",
+        "bf16 off by a fifth",
+        *(
+            pytest.param(fault, marks=pytest.mark.slow)
+            for fault in ("keeps what it gathers", "no policy", "float32 off by 1e-4")
+        ),
     ],
 )
-def test_mixed_precision_notices(
-    worker_pool: WorkerPool, fault: str, claim: str
-) -> None:
-    assert_failed(worker_pool.run(ending_of_mixed, fault), claim)
+def test_mixed_precision_notices(worker_pool: WorkerPool, fault: str) -> None:
+    ends = worker_pool.run(ending_of_mixed, fault)
+    assert_failed(ends, "shards and gradients are float32")
 
 
 def ending_of_mixed(fault: str) -> tuple[Any, str]:

@@ -315,7 +315,7 @@ def test_bf16_adds_up_gradients_in_float32(worker_pool: WorkerPool) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        "buffers of zeros",
+        pytest.param("buffers of zeros", marks=pytest.mark.slow),
         pytest.param("other weights loaded", marks=pytest.mark.slow),
         "other weights saved",
     ],

@@ -308,7 +308,6 @@ def test_impossible_sizes_are_refused_in_one_line(
 
 # --- Three axes at once. ----------
 
-SHAPES = [(1, 2, 2), (2, 1, 2), (2, 2, 1)]
 NUMBERS: dict[tuple[int, ...], tuple[int, int]] = {
     (1, 2, 2): (58880, 57984),
     (2, 1, 2): (58432, 58432),
@@ -381,7 +380,11 @@ def run_and_note(shape: tuple[int, ...]) -> tuple[Any, list[tuple[bool, bool]]]:
         return run_with("", shape), pairs
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 2, 2), (2, 2, 1), pytest.param((2, 1, 2), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_two_of_three_axes_give_one_process(
     worker_pool: WorkerPool, shape: tuple[int, ...]
 ) -> None:
@@ -597,9 +600,14 @@ def check_two_axes(fault: str) -> tuple[Any, str, str]:
         ),
         ("all labels", RIGHT),
         pytest.param("all class weights", RIGHT, marks=pytest.mark.slow),
-        ("smoothed labels of gathered logits", RIGHT),
-        ("an odd vocabulary", RIGHT),
-        ("as many heads on each rank", "differs after step 1: loss"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("smoothed labels of gathered logits", RIGHT),
+                ("an odd vocabulary", RIGHT),
+                ("as many heads on each rank", "differs after step 1: loss"),
+            )
+        ),
         ("untied", "differs after step 1: token_embedding.weight"),
         ("samples of another rank", "differs after step 1: loss"),
     ],

@@ -1494,7 +1494,16 @@ def loss_of_many_micro_batches(dtype: torch.dtype) -> tuple[float, float]:
     return ours.run(schedule, tokens[:, :-1], tokens[:, 1:], 1).item(), due
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        *(
+            pytest.param(dtype, marks=pytest.mark.slow)
+            for dtype in (torch.float32, torch.float64)
+        ),
+    ],
+)
 def test_a_loss_of_many_micro_batches_is_added_up_in_float32(
     worker_pool: WorkerPool, dtype: torch.dtype
 ) -> None:

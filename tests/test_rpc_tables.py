@@ -743,7 +743,9 @@ def test_servers_and_shards_end_with_the_table_of_one_process(
         torch.testing.assert_close(of_rank, dense, **limit)
 
 
-@pytest.mark.parametrize("nprocs", [1, 3, 4])
+@pytest.mark.parametrize(
+    "nprocs", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
+)
 def test_shards_are_right_on_other_numbers_of_ranks(
     pool: WorkerPool, nprocs: int
 ) -> None:

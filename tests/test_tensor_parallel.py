@@ -616,7 +616,12 @@ def test_losses_weights_and_gradients_are_compared_to_eight_digits(
 
 
 @pytest.mark.parametrize(
-    "fault", ["f sends nothing", "g sends twice", "vocabulary", "sum"]
+    "fault",
+    [
+        *("f sends nothing", "vocabulary"),
+        pytest.param("g sends twice", marks=pytest.mark.slow),
+        pytest.param("sum", marks=pytest.mark.slow),
+    ],
 )
 def test_gpt_gone_wrong_is_noticed(worker_pool: WorkerPool, fault: str) -> None:
     assert_noticed(worker_pool.run(hand_ending, fault), "losses, weights, gradients")
@@ -727,7 +732,7 @@ def by_plan() -> Planned:
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_plan_is_the_layers_by_hand_and_one_process(
     worker_pool: WorkerPool, world_size: int
 ) -> None:
@@ -803,7 +808,13 @@ def parts_ending(fault: str) -> tuple[Any, str]:
 
 @pytest.mark.parametrize(
     "fault",
-    ["gradient", "norms stay plain", "parameters", "first forward", "last backward"],
+    [
+        *("gradient", "last backward"),
+        *(
+            pytest.param(fault, marks=pytest.mark.slow)
+            for fault in ("norms stay plain", "parameters", "first forward")
+        ),
+    ],
 )
 def test_wrong_part_of_the_plan_is_noticed(worker_pool: WorkerPool, fault: str) -> None:
     claim = "after each of 4 parts one process's gradient, and counts by the formula"
@@ -1121,7 +1132,9 @@ def run_train(*words: str) -> Run:
     return Run(output.getvalue(), errors.getvalue(), status)
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize(
+    "world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
+)
 def test_train_sees_each_sample_once_on_all_ranks(
     worker_pool: WorkerPool, text: Path, world_size: int
 ) -> None:
@@ -1255,7 +1268,9 @@ def train_ending(fault: str, words: list[str]) -> Run:
         return run_train(*words)
 
 
-@pytest.mark.parametrize("fault", ["sum", "dropout"])
+@pytest.mark.parametrize(
+    "fault", ["dropout", pytest.param("sum", marks=pytest.mark.slow)]
+)
 def test_train_gone_wrong_is_noticed(
     worker_pool: WorkerPool, text: Path, fault: str
 ) -> None:
@@ -1332,7 +1347,12 @@ def sequence_ending(fault: str) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize(
-    "fault", ["gathered thrice", "keeps more", "gradient", "sends more"]
+    "fault",
+    [
+        *("gathered thrice", "gradient"),
+        pytest.param("keeps more", marks=pytest.mark.slow),
+        pytest.param("sends more", marks=pytest.mark.slow),
+    ],
 )
 def test_sequence_parallel_gone_wrong_is_noticed(
     worker_pool: WorkerPool, fault: str

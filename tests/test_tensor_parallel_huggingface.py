@@ -686,14 +686,19 @@ def test_data_ranks_divide_by_their_own_labels_unless_all_are_counted(
         ("qwen2", "", {}),
         ("qwen2", "", {"tie_word_embeddings": False}),
         ("qwen2", "padded", {}),
-        ("qwen2", "packed", {}),
-        ("qwen2", "recomputed", {}),
-        ("qwen2", "autocast", {}),
-        ("qwen2", "", {"attn_implementation": "eager"}),
         ("qwen2", "", {"vocab_size": V + 1}),
         ("qwen3", "", {"head_dim": 32}),
-        ("llama", "", {"attention_bias": True, "mlp_bias": True}),
-        ("mistral", "", {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("qwen2", "packed", {}),
+                ("qwen2", "recomputed", {}),
+                ("qwen2", "autocast", {}),
+                ("qwen2", "", {"attn_implementation": "eager"}),
+                ("llama", "", {"attention_bias": True, "mlp_bias": True}),
+                ("mistral", "", {}),
+            )
+        ),
     ],
 )
 def test_plan_gives_the_gradients_of_one_process(

@@ -200,8 +200,9 @@ def train_every_stage(names: list[str]) -> dict[tuple[str, int], dict[str, Tenso
 @pytest.mark.parametrize(
     ("world_size", "names"),
     [
-        (2, ["AdamW", "Adagrad"]),
-        (3, ["SGD", "RMSprop"]),
+        (3, ["AdamW", "SGD"]),
+        pytest.param(2, ["AdamW", "Adagrad"], marks=pytest.mark.slow),
+        pytest.param(3, ["RMSprop"], marks=pytest.mark.slow),
         pytest.param(4, ["AdamW", "SGD"], marks=pytest.mark.slow),
     ],
 )
@@ -1088,7 +1089,9 @@ def volume_of_every_stage() -> dict[int, tuple[dict[str, Fraction], int, int]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
+)
 def test_communication_volume(worker_pool: WorkerPool, world_size: int) -> None:
     results = worker_pool.run(volume_of_every_stage, world_size=world_size)
     part = Fraction(world_size - 1, world_size)
