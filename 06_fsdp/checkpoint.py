@@ -13,7 +13,7 @@ from argparse import ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import ZipFile
@@ -54,6 +54,7 @@ class StopSignal:
         noted = self.noted  # the handler, which lasts, must not hold self and its group
         signal.signal(number, lambda number, _: noted.append(number))
         if has_workers:
+            resource_tracker.ensure_running()  # its start would unblock SIGTERM
             # The workers' server, and so the workers, inherit that it is blocked.
             signal.pthread_sigmask(signal.SIG_BLOCK, [number])
             forkserver.ensure_running()

@@ -730,6 +730,19 @@ def test_too_few_bytes_are_no_error_either(worker_pool: WorkerPool) -> None:
     assert (by_broadcast, by_scatter, by_recv) == (0, 0, 0)
 
 
+def reduced_to_a_wider_type(numbers: int) -> list[float]:
+    """Reduce ones, of float64 on rank 0 and of float32 on rank 1, to rank 0."""
+    x = torch.ones(numbers, dtype=(torch.float64, torch.float32)[dist.get_rank()])
+    dist.reduce(x, dst=0)
+    return x.tolist()
+
+
+def test_a_narrower_term_is_lost_in_a_short_reduce(worker_pool: WorkerPool) -> None:
+    for numbers in (1, 2):
+        sums, _ = worker_pool.run(reduced_to_a_wider_type, numbers)
+        assert sums == [1.0] * numbers  # not 2
+
+
 def broadcast_two_into_three() -> list[float]:
     """Broadcast two numbers to ranks that ask for three."""
     x = torch.full((2 if dist.get_rank() == 0 else 3,), float(dist.get_rank() + 7))

@@ -43,7 +43,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import (
 )
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from launch import ROOT, clean_environment, run
+from launch import ROOT, clean_environment, python, run
 from lessons import run_lesson
 from pages import words_of
 from scripts import importable, load_chapter
@@ -758,6 +758,45 @@ def signals_noted_at_the_start() -> list[int]:
         return noted
     finally:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+# PyTorch gives forked workers a handler of SIGTERM, and the start of Python's resource
+# tracker unblocks it.
+BY_SIGTERM = f"""
+import multiprocessing, os, signal, sys
+sys.path.insert(0, {str(ROOT / PLACE)!r})
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from checkpoint import StopSignal
+
+def ignore(_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+stop = StopSignal(signal.SIGTERM, has_workers=True)
+for init, patience in ((None, 60), (ignore, 1)):
+    words = dict(multiprocessing_context="fork", worker_init_fn=init)
+    batches = iter(DataLoader(range(9), num_workers=1, **words))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # of a dead worker it would raise
+    next(batches)
+    worker = batches._workers[0]
+    os.kill(worker.pid, signal.SIGTERM)
+    worker.join(patience)
+    print("lives" if worker.exitcode is None else "is dead")
+    worker.kill()
+one = multiprocessing.get_context("forkserver").Process(
+    target=signal.raise_signal, args=(signal.SIGTERM,)
+)
+one.start()
+one.join()
+print(one.exitcode, flush=True)
+os._exit(0)
+"""
+
+
+def test_only_blocked_or_ignored_sigterm_spares_workers() -> None:
+    result = python("-c", BY_SIGTERM)
+    assert result.stdout == "is dead\nlives\n0\n", result.output
 
 
 def test_signal_at_the_start_is_not_lost(worker_pool: WorkerPool) -> None:

@@ -5,6 +5,7 @@ import inspect
 import runpy
 import sys
 import warnings
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -599,6 +600,27 @@ def test_a_layer_left_out_on_one_rank_mixes_a_loss_with_gradients(
     # Rank 0's gradients of 1, as a term of the mean 1 / 2, and rank 1's (3, 1).
     assert sums == [3.5, 1.5]
     assert sorted(gradients) == sorted(sums)
+
+
+def leave_it_out_and_average_no_loss() -> str:
+    """Take two steps, without the layer on rank 1; return the error."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = DistributedDataParallel(Sides(), process_group=group)
+    is_second = dist.get_rank() == 1
+    try:
+        for _ in range(2):
+            model(not is_second).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_layer_left_out_on_one_rank_stops_it_if_no_loss_is_averaged(
+    worker_pool: WorkerPool,
+) -> None:
+    waited, stopped = worker_pool.run(leave_it_out_and_average_no_loss)
+    assert "Expected to have finished reduction" in stopped
+    assert waited and "Expected to have finished reduction" not in waited
 
 
 class TwoDtypes(nn.Module):

@@ -20,6 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDescGenerator
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from torch.distributed.run import get_args_parser
@@ -317,6 +319,22 @@ def test_torchrun_knows_no_master_address(capsys: pytest.CaptureFixture[str]) ->
     # An underscore is as good as a hyphen.
     for right in ("--master_addr=10.0.0.1", "--master-addr=10.0.0.1"):
         assert parser.parse_args([right, "train.py"]).master_addr == "10.0.0.1"
+
+
+def test_c10d_has_a_port_of_its_own_only_if_told() -> None:
+    assert c10d.DEFAULT_PORT == 29400
+    with mock.patch.object(c10d, "DEFAULT_PORT", free_port()):
+        ports = {
+            endpoint: [
+                c10d.create_backend(
+                    RendezvousParameters("c10d", endpoint, "none", 1, 1)
+                )[1]
+                for _ in range(2)
+            ]
+            for endpoint in ("", "localhost:0")
+        }
+        found = {e: len({s.port for s in stores}) for e, stores in ports.items()}
+    assert found == {"": 1, "localhost:0": 2}
 
 
 def test_torchrun_s_options_stand_before_the_script() -> None:

@@ -964,8 +964,13 @@ def test_a_few_small_gpus_train_what_the_page_says() -> None:
         "tensor 2, pipeline 2": ("2", "2", "none", "none"),
     }
     assert len(rows) == 3 and [row[0] for row in rows] == ["1", "2", "4"]
+    chosen = {"1": "alone", "2": "t2*", "4": "t4*"}
     for devices, model, billions, split in rows:
         words = [*options.split(), f"--model={model}"]
+        script = ROOT / "09_one_mesh/which_to_choose/choose.py"
+        by_rules = python(script, *words, f"--devices={devices}").output.splitlines()
+        # A star where the page says to take the planner's.
+        assert by_rules[2].split() == ["your", "model", chosen[devices]]
         output = plan(*words, f"--devices={devices}").output
         assert f": {billions} billion parameters" in output
         (first,) = re.findall(r"^ 1 .*", output, re.MULTILINE)
@@ -1404,7 +1409,8 @@ def test_a_choice_that_is_much_slower_is_not_recommended(
 def test_a_cell_names_each_axis_in_use() -> None:
     layout = jobs.Layout(1, 8, 16, 4, sharding="none", recompute="full")
     assert CHOOSE.cell(layout) == "t8 p16 c4 full"
-    assert CHOOSE.cell(jobs.Layout(2, sharding="none")) == "ddp"
+    assert CHOOSE.cell(jobs.Layout(2, sharding="none"), 0.1) == "ddp"
+    assert CHOOSE.cell(jobs.Layout(2, sharding="none"), 0.101) == "ddp*"
     assert (
         CHOOSE.cell(jobs.Layout(1, sharding="none", recompute="full")) == "alone full"
     )

@@ -12,11 +12,11 @@ from jobs import FIXED, Layout, read_arguments, read_jobs
 from rules import LONGEST, try_rules
 
 DEVICES = (8, 32, 256, 1024)
-WORST = 0.25  # how much slower than the fastest a choice may be
+STAR, WORST = 0.1, 0.25  # how much slower than the fastest a choice is or may be
 
 
-def cell(layout: Layout | str) -> str:
-    """Write a layout in a few letters; a text stays as it is."""
+def cell(layout: Layout | str, slower: float | None = None) -> str:
+    """Write a layout in a few letters, with a star if it is slow; a text stays."""
     if isinstance(layout, str):
         return layout
     axes = (("t", layout.tensor), ("p", layout.pipeline), ("c", layout.context))
@@ -25,7 +25,8 @@ def cell(layout: Layout | str) -> str:
         sharding = "alone"
     recompute = {"none": "", "selective": "sel", "full": "full"}[layout.recompute]
     words = [sharding, *(f"{name}{n}" for name, n in axes if n > 1), recompute]
-    return " ".join(word for word in words if word)
+    star = "*" if slower is not None and slower > STAR else ""
+    return " ".join(word for word in words if word) + star
 
 
 def main() -> None:
@@ -45,7 +46,7 @@ def main() -> None:
     for model, row in jobs.items():
         name = "your model" if "," in model else model
         found = {f"{name} on {job.cluster.devices}": try_rules(job) for job in row}
-        line = "".join(f"{cell(choice):17} " for choice, _ in found.values())
+        line = "".join(f"{cell(*choice):17} " for choice in found.values())
         print(f"{name:15}{line.rstrip()}")
         losses |= {
             where: loss for where, (_, loss) in found.items() if loss is not None
