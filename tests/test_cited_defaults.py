@@ -219,6 +219,7 @@ print(len(entries), entries[-1]["record_id"] - entries[0]["record_id"] + 1)
 """
 
 
+@pytest.mark.slow
 def test_flight_recorder_keeps_2000_collectives_by_default() -> None:
     environment = clean_environment()
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):

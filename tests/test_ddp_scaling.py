@@ -352,6 +352,7 @@ def sum_in_place_of_mean(*arguments: str) -> None:
         run_lesson(PLACE, "scaling", *arguments)
 
 
+@pytest.mark.slow
 def test_scaling_notices_gradients_that_are_no_mean(worker_pool: WorkerPool) -> None:
     with pytest.raises(RankError, match="SystemExit: 1"):
         worker_pool.run(sum_in_place_of_mean, "--rounds=1", "--samples=2")

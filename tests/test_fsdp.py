@@ -2090,7 +2090,7 @@ def test_a_state_dict_not_loaded_or_not_compared_is_noticed(
 def test_save_in_the_background_holds_the_weights_of_its_call(
     worker_pool: WorkerPool,
 ) -> None:
-    outputs = worker_pool.run(run_lesson, CHECKPOINTS, "async_checkpoint", world_size=4)
+    outputs = worker_pool.run(run_lesson, CHECKPOINTS, "async_checkpoint")
     lines = outputs[0].splitlines()
     assert re.fullmatch("step 2 was taken before .*: (True|False)", lines[0])
     assert ".metadata" not in lines[1] and "__0_0.distcp" in lines[1]
@@ -2277,6 +2277,7 @@ def test_prefetched_are_the_next_blocks_nearest_first() -> None:
     assert found[3] == ([4], [2, 1]) and found[4] == ([], [3, 2])
 
 
+@pytest.mark.slow
 def test_each_unit_gathers_as_far_ahead_as_it_is_told(worker_pool: WorkerPool) -> None:
     # The page shows two ranks. Columns: the units in their turn; rows: three ways.
     outputs = worker_pool.run(run_lesson, SETTINGS, "prefetch", world_size=3)

@@ -598,7 +598,7 @@ def check_two_axes(fault: str) -> tuple[Any, str, str]:
             "differs after step 1: loss",
             marks=pytest.mark.slow,
         ),
-        ("all labels", RIGHT),
+        pytest.param("all labels", RIGHT, marks=pytest.mark.slow),
         pytest.param("all class weights", RIGHT, marks=pytest.mark.slow),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
@@ -808,7 +808,10 @@ def take_two_steps(
 
 @pytest.mark.parametrize(
     ("shard", "number"),
-    [(gathering_again, 3 * (4 + 1)), (gathering_by_default, 2 * (4 + 1) + 1)],
+    [
+        pytest.param(gathering_again, 3 * (4 + 1), marks=pytest.mark.slow),
+        (gathering_by_default, 2 * (4 + 1) + 1),
+    ],
 )
 def test_weights_are_gathered_once_a_step_only_if_they_stay(
     worker_pool: WorkerPool, shard: Any, number: int

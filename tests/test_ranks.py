@@ -290,6 +290,7 @@ def lesson(tmp_path: Path) -> Path:
     return folder / "lesson.py"
 
 
+@pytest.mark.slow
 def test_local_ranks_and_torchrun_take_the_same_script(lesson: Path) -> None:
     # Like a reader whose shell still has a port and a rank count of another job.
     stale = {"WORLD_SIZE": "7", "MASTER_PORT": "1"}
@@ -433,7 +434,7 @@ def test_rank_that_ends_ends_the_run(
         pytest.param(signal.SIGINT, "here", "python", marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, "here", "python", marks=pytest.mark.slow),
         (signal.SIGKILL, "children", "python"),
-        (signal.SIGKILL, "children", "torchrun"),
+        pytest.param(signal.SIGKILL, "children", "torchrun", marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, "here", "torchrun", marks=pytest.mark.slow),
     ],
 )

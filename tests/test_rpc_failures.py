@@ -110,9 +110,8 @@ def roles_of(run: Run, launcher: int) -> dict[str, psutil.Process]:
     return dict(zip(NAMES, children, strict=True))
 
 
-@pytest.mark.parametrize(
-    "victim", [pytest.param("trainer 1", marks=pytest.mark.slow), "parameter server"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["trainer 1", "parameter server"])
 def test_a_killed_role_is_named_once_and_nobody_is_left(
     run: Run, victim: str, tmp_path: Path
 ) -> None:

@@ -941,6 +941,7 @@ def sleeps_and_steps(late: float, **more: Any) -> tuple[list[Any], str]:
     return [one for one in noted if one], output.getvalue()
 
 
+@pytest.mark.slow
 def test_the_last_trainer_alone_waits_before_each_step(
     worker_pool: WorkerPool,
 ) -> None:
@@ -1049,7 +1050,9 @@ def test_steps_of_two_trainers_undo_each_other_without_a_lock() -> None:
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("words", [(), ("--help-me",)])
+@pytest.mark.parametrize(
+    "words", [(), pytest.param(("--help-me",), marks=pytest.mark.slow)]
+)
 def test_program_of_four_calls_says_how_to_start_it(words: tuple[str, ...]) -> None:
     result = python(ROOT / CHAPTER / "rpc_in_four_calls.py", *words)
     assert result.returncode == 1
