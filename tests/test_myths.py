@@ -324,7 +324,7 @@ def test_torchrun_knows_no_master_address(capsys: pytest.CaptureFixture[str]) ->
 def test_c10d_has_a_port_of_its_own_only_if_told() -> None:
     assert c10d.DEFAULT_PORT == 29400
     with mock.patch.object(c10d, "DEFAULT_PORT", free_port()):
-        ports = {
+        stores: dict[str, list[Any]] = {
             endpoint: [
                 c10d.create_backend(
                     RendezvousParameters("c10d", endpoint, "none", 1, 1)
@@ -333,7 +333,7 @@ def test_c10d_has_a_port_of_its_own_only_if_told() -> None:
             ]
             for endpoint in ("", "localhost:0")
         }
-        found = {e: len({s.port for s in stores}) for e, stores in ports.items()}
+        found = {e: len({s.port for s in both}) for e, both in stores.items()}
     assert found == {"": 1, "localhost:0": 2}
 
 
