@@ -275,6 +275,38 @@ def test_a_forked_worker_waits_for_a_lock_that_a_thread_of_its_rank_held(
     assert found == "another's child"
 
 
+class Slow(Dataset):
+    """Eight samples, each of which takes a tenth of a second."""
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        """Wait, then return the index."""
+        time.sleep(0.1)
+        return index
+
+
+def slow_batches() -> list[int | str]:
+    """Load batches that take 0.4 s; count them, or return the error."""
+    ends: list[int | str] = []
+    for workers, patience in [(1, 0.2), (4, 0.2), (1, 60)]:
+        loader: Any = DataLoader(*(Slow(), 4), num_workers=workers, timeout=patience)
+        try:
+            ends.append(len(list(loader)))
+        except RuntimeError as error:
+            ends.append(str(error))
+    return ends
+
+
+def test_a_longer_timeout_and_not_more_workers_waits_for_a_slow_batch(
+    worker_pool: WorkerPool,
+) -> None:
+    (ends,) = worker_pool.run(slow_batches, world_size=1)
+    assert ends == ["DataLoader timed out after 0.2 seconds"] * 2 + [2]
+
+
 GENERATOR = """
 import sys
 import torch

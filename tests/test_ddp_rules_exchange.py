@@ -29,7 +29,7 @@ from launch import clean_environment, free_port, run
 from lessons import run_lesson
 from pages import words_of
 from scripts import load_chapter
-from worker_pool import WorkerPool
+from worker_pool import RankDied, WorkerPool
 
 ROOM = "03_ddp_torchrun/rules"
 CPU = torch.device("cpu")
@@ -401,6 +401,28 @@ def test_join_divides_by_all_ranks_or_by_those_still_there(
 ) -> None:
     results = worker_pool.run(gradients_in_join, divide_by_initial, with_hook)
     assert results == [[1.5, 1.5], [1.5, 1.5, last]]
+
+
+def losses_in_join(by_all: bool) -> list[float]:
+    """Train on 2 batches on rank 0, and 3 on rank 1; all-reduce the losses or not."""
+    ddp_model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    losses = []
+    with ddp_model.join():
+        for _ in range(2 + dist.get_rank()):
+            loss = ddp_model(torch.ones(1, 1)).square().mean()
+            loss.backward()
+            if by_all:
+                dist.all_reduce(loss := loss.detach())
+            losses.append(loss.item())
+    return losses
+
+
+def test_join_allows_no_collective_but_those_of_ddp(worker_pool: WorkerPool) -> None:
+    assert [len(own) for own in worker_pool.run(losses_in_join, False)] == [2, 3]
+    # Rank 0 has left the loop, and takes rank 1's sum for one of DDP's.
+    with pytest.raises(RankDied, match="died of signal SIGABRT"):
+        worker_pool.run(losses_in_join, True)
+    assert "where only DDP may communicate" in words_of(ROOM)
 
 
 def steps_alone(divide_by_initial: bool) -> tuple[list[torch.Tensor], torch.Tensor]:

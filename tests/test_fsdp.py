@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -2033,19 +2033,36 @@ def test_each_state_dict_is_what_the_table_says(
     )
 
 
-def bytes_saved_by_rank_zero() -> int:
-    """Save the state dict of a sharded model on rank 0 alone; return its size."""
+def saved_by_rank_zero() -> tuple[list[int], str]:
+    """Save on rank 0 a model's state dict, and what all ranks have gathered.
+
+    Return the sizes, and how it ends if rank 0 gathers alone.
+    """
     model: Any = nn.Linear(25_000, 4, bias=False)
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    file = io.BytesIO()
-    if dist.get_rank() == 0:
-        torch.save(model.state_dict(), file)
-    return file.tell()
+    group: Any = dist.new_group(timeout=timedelta(seconds=1))
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    options = StateDictOptions(full_state_dict=True)
+    sizes, gathered = [], get_model_state_dict(model, options=options)
+    if dist.get_rank():
+        return sizes, ""
+    for weights in (model.state_dict(), gathered):
+        torch.save(weights, file := io.BytesIO())
+        sizes.append(file.tell())
+    try:
+        get_model_state_dict(model, options=options)
+    except RuntimeError as error:
+        return sizes, str(error)
+    return sizes, "no error"
 
 
-def test_rank_zero_alone_saves_its_shard(worker_pool: WorkerPool) -> None:
-    saved, nothing = worker_pool.run(bytes_saved_by_rank_zero)
-    assert saved == pytest.approx(4 * 100_000 / 2, rel=0.05) and nothing == 0
+def test_rank_zero_saves_its_shard_or_what_all_have_gathered(
+    worker_pool: WorkerPool,
+) -> None:
+    (saved, alone), nothing = worker_pool.run(saved_by_rank_zero)
+    assert saved == pytest.approx([4 * 100_000 / 2, 4 * 100_000], rel=0.05)
+    assert "Timed out waiting 1000ms for" in alone and nothing == ([], "")
+    help_page = (ROOT / "WHEN_IT_GOES_WRONG.md").read_text()
+    assert "around the writing alone" in " ".join(help_page.split())
     page = words_of(f"{CHAPTER}/mistakes")
     assert "Under FSDP `state_dict()` has this rank's shards, and gathering" in page
 

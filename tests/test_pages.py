@@ -41,6 +41,7 @@ from datetime import timedelta
 from functools import cache, partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path, PosixPath
+from queue import Empty
 from subprocess import TimeoutExpired
 from typing import Any, NamedTuple, cast
 from unittest import mock
@@ -191,30 +192,51 @@ def no_launcher() -> str:
 
 
 def nobody_listens() -> str:
-    """Look for a store at a port where there was one a moment ago."""
+    """Be rank 0 under `torchrun`, with a script that sets a port itself."""
+    # There was a store a moment ago.
     port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
-    return error_of(
-        lambda: dist.TCPStore(
-            "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1)
-        )
-    )
+    _store, launched = under_torchrun(0, 1)
+    url = {"init_method": f"tcp://127.0.0.1:{port}", "rank": 0, "world_size": 1}
+    ways: list[Any] = [({"MASTER_PORT": str(port)}, {}), ({}, url)]
+    dist.destroy_process_group()
+    said, patience = [], timedelta(seconds=1)
+    for settings, options in ways:
+        join = partial(dist.init_process_group, "gloo", timeout=patience, **options)
+        with mock.patch.dict(os.environ, launched | settings):
+            said.append(error_of(join))
+            # Without `torchrun` the same call opens the store.
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+            join()
+            dist.destroy_process_group()
+    with mock.patch.dict(os.environ, launched):
+        os.environ.setdefault("MASTER_PORT", str(port))
+        dist.init_process_group("gloo")
+    words = "The client socket has timed out after 1000ms"
+    assert [text.startswith(words) for text in said] == [True] * 2
+    return said[0]
+
+
+def under_torchrun(rank: int, world_size: int) -> tuple[dist.Store, dict[str, str]]:
+    """Open the store that `torchrun` holds; return it and what it tells a rank."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    launched |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    launched["TORCHELASTIC_RESTART_COUNT"] = "0"
+    launched["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    return store, launched
 
 
 def one_host_missing() -> str:
-    """Wait as one of two for the other."""
-    return error_of(
-        lambda: dist.TCPStore(
-            "127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=1)
-        )
-    )
+    """Wait as one of two for the other, as the one child of `mp.spawn` may."""
+    url, patience = f"tcp://127.0.0.1:{free_port()}", timedelta(seconds=1)
+    ranks: Any = {"init_method": url, "rank": 0, "world_size": 2}
+    dist.destroy_process_group()
+    return error_of(partial(dist.init_process_group, timeout=patience, **ranks))
 
 
 def rank_missing() -> str:
     """Join a group as rank 0 of three, under `torchrun`, when nobody else comes."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    launched |= {"RANK": "0", "WORLD_SIZE": "3", "TORCHELASTIC_RESTART_COUNT": "0"}
-    launched["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    _store, launched = under_torchrun(0, 3)
     dist.destroy_process_group()
     patience = timedelta(seconds=1)
     with mock.patch.dict(os.environ, launched):
@@ -363,6 +385,10 @@ def two_devices() -> str:
         model.to(meta)
         said.append(error_of(partial(model, torch.ones(1, 2, device=meta))))
     assert said.pop().startswith("no error, but tensor(..., device='meta'")
+    weights = {"weight": torch.eye(2), "bias": torch.zeros(2), "scale": torch.ones(2)}
+    assert "Cannot copy out of meta tensor; no data!" in error_of(model.cpu)
+    model.to_empty(device="cpu").load_state_dict(weights)
+    assert model(torch.ones(1, 2)).tolist() == [[1, 1]]
     return "\n".join(said)
 
 
@@ -455,7 +481,7 @@ class LoadedInBetween:
 
 
 def cut_file() -> str:
-    """Load a checkpoint that is still being saved, then half of it."""
+    """Load a checkpoint that is still being saved, half of it, and mixtures."""
     with scratch_file() as path:
         torch.save({"weight": torch.ones(1000)}, path)
         saved = {"weight": torch.ones(100_000), "in between": LoadedInBetween(path)}
@@ -463,10 +489,19 @@ def cut_file() -> str:
         assert torch.load(path)["in between"] == {}
         whole = os.path.getsize(path)
         os.truncate(path, whole // 2)
-        said = error_of(lambda: torch.load(path, weights_only=True))
+        load = partial(torch.load, path, weights_only=True)
+        said = [error_of(load)]
         os.truncate(path, whole)  # now its second half is zeros
-        assert error_of(lambda: torch.load(path, weights_only=True)) == said
-        return said
+        assert error_of(load) == said[0]
+        # Two ranks wrote it: the first so many bytes are the shorter one's.
+        for seen, length, end in [(1000, 1000, None), (0, 1300, 1024)]:
+            torch.save({"seen": list(range(seen)), "w": torch.ones(length)}, path)
+            longer = Path(path).read_bytes()
+            torch.save({"seen": [], "w": torch.ones(1000)}, path)
+            shorter = Path(path).read_bytes()[:end]
+            Path(path).write_bytes(shorter + longer[len(shorter) :])
+            said.append(error_of(load))
+        return "\n".join(said)
 
 
 def foreign_object() -> str:
@@ -555,6 +590,9 @@ def wrapped_names() -> str:
     compiled: Any = torch.compile(model)
     said.append(error_of(lambda: model.load_state_dict(compiled.state_dict())))
     model.load_state_dict(compiled._orig_mod.state_dict())
+    compiled = torch.compile(ddp_model)
+    names = [name.removeprefix("_orig_mod.module.") for name in compiled.state_dict()]
+    assert names == list(compiled.module.state_dict()) == ["weight", "bias"]
     checkpoint = {"model": model.state_dict(), "optimizer": {}, "epoch": 3}
     said.append(error_of(lambda: model.load_state_dict(checkpoint)))
     model.load_state_dict(checkpoint["model"])
@@ -1438,6 +1476,30 @@ def test_a_tensor_in_a_queue_is_lost_with_the_child_that_put_it() -> None:
     assert got == [[1, 1, 1], None]
 
 
+def fail_or_put(rank: int, queue: Any) -> None:
+    """Put the rank on a queue, but fail on rank 1."""
+    if rank == 1:
+        raise ValueError("failed before it put anything")
+    queue.put(rank)
+
+
+def test_who_waits_for_a_queue_asks_whether_a_child_has_failed() -> None:
+    from torch.multiprocessing.spawn import ProcessRaisedException
+
+    queue = torch.multiprocessing.get_context("fork").Queue()
+    start: Any = torch.multiprocessing.start_processes
+    context = start(fail_or_put, (queue,), nprocs=2, join=False, start_method="fork")
+    got, empty = [queue.get(timeout=60)], []
+    with pytest.raises(ProcessRaisedException, match="failed before it put anything"):
+        while True:
+            try:
+                got.append(queue.get(timeout=0.2))
+            except Empty as error:
+                empty.append(error)
+                assert not context.join(timeout=0)
+    assert got == [0] and len(empty) >= 1
+
+
 def test_a_lock_that_is_left_stops_who_compiles_an_extension(tmp_path: Path) -> None:
     from torch.utils import cpp_extension
 
@@ -1585,6 +1647,30 @@ def test_a_group_names_the_member_that_has_not_come(worker_pool: WorkerPool) -> 
     assert re.search(r"wait timeout after 1000ms, keys: .*//2//cpu//0/1$", one)
     assert re.search(r"//[0-9a-f]{40}//cpu//0/1$", named_by_a_hash)
     assert nothing == []
+
+
+def sums_with_a_busy_rank() -> list[float | str]:
+    """Be busy on rank 0, then sum in a group of a second's patience and one of more."""
+    found: list[float | str] = []
+    groups: Any = [dist.new_group(timeout=timedelta(seconds=s)) for s in (1, 120)]
+    if dist.get_rank() == 0:
+        time.sleep(1.5)
+    for group in groups:
+        total = torch.ones(1)
+        try:
+            dist.all_reduce(total, group=group)
+            found.append(total.item())
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_longer_timeout_waits_for_a_rank_that_is_busy(
+    worker_pool: WorkerPool,
+) -> None:
+    (_, zero), (waited, one) = worker_pool.run(sums_with_a_busy_rank)
+    assert "Timed out waiting 1000ms for" in str(waited)
+    assert (zero, one) == (2, 2)
 
 
 def test_everything_provoked_is_quoted() -> None:
