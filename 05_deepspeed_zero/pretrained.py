@@ -159,7 +159,7 @@ def load_checkpoint(
     except Exception as error:
         # As above: a damaged file raises an exception of the library that reads it.
         give_up("the weights are missing or damaged", error)
-    return model, tokenizer
+    return model.train(), tokenizer  # from_pretrained has called eval()
 
 
 def model_and_tokens(

@@ -151,22 +151,6 @@ def resume_with_less(folder: str) -> dict[str, list[float] | str]:
     return said
 
 
-def load_what_is_not_there(folder: str) -> dict[str, Any]:
-    """Load from a folder without a checkpoint, and by a tag that it lacks."""
-    forget_earlier_group()
-    modules, said = load_chapter(ROOM), {}
-    modules["deepspeed_setup"].prepare(modules["shards"].CONFIG)
-    for stage in (3, 0, 1):
-        engine = modules["shards"].new_engine(stage)
-        for tag in (None, "step_3"):
-            try:
-                said[f"{stage}, {tag}"] = engine.load_checkpoint(folder, tag)
-            except Exception as error:
-                said[f"{stage}, {tag}"] = f"{type(error).__name__}: {error}"
-        engine.destroy()
-    return said
-
-
 def what_loads_too_little(folder: str) -> dict[str, Any]:
     """Save each stage of a net in float32, and load it into another; say what came.
 
@@ -533,18 +517,6 @@ def test_weights_alone_go_between_stages_0_and_1_and_two_calls_load_too_little(
         "4.02",
         "5.48",
     ]
-
-
-def test_a_checkpoint_that_is_not_there_is_loaded_without_an_error(
-    zero_pools: Pools, tmp_path: Path
-) -> None:
-    said, other = zero_pools(2).run(load_what_is_not_there, str(tmp_path))
-    assert said == other
-    assert said == {
-        f"{stage}, {tag}": (None, None) if tag is None else "AssertionError: "
-        for stage in (0, 1, 3)
-        for tag in (None, "step_3")
-    }
 
 
 @pytest.mark.slow

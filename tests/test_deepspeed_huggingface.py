@@ -384,6 +384,47 @@ def save_with_accelerate(folder: str, stage: int, gathers: bool) -> str:
     return ""
 
 
+def from_pretrained_as_it_comes(folder: str) -> tuple[list[bool], list[int]]:
+    """Load a checkpoint, enable activation checkpointing, and give it to DeepSpeed.
+
+    Returns which are in training, first the model, then the engine and its module; and
+    the bytes that forward saves as it comes, with checkpointing, and after `train()`.
+    """
+    forget_earlier_group()
+    modules = load_chapter("05_deepspeed_zero")
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    modules["qwen"].small_model().save_pretrained(folder)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+    }
+    modules["deepspeed_setup"].prepare(config)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    saved, tokens = [], torch.arange(64).view(1, 64)
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved[-1] += tensor.nbytes
+        return tensor
+
+    def count() -> None:
+        saved.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model(tokens, labels=tokens)
+
+    count()
+    model.activation_checkpointing_enable()
+    count()
+    engine: Any = deepspeed.initialize(model=model, config=config)[0]
+    modes = [model.training, engine.training, engine.module.training]
+    model.train()
+    count()
+    engine.destroy()
+    return modes, saved
+
+
 def finetune(folder: str, resumes: bool = True, **options: Any) -> str:
     """Be one rank of finetune.py, which keeps all checkpoints; return an error."""
     forget_earlier_group()
@@ -573,6 +614,19 @@ def test_trainer_s_eval_loss_depends_on_the_number_of_ranks(zero_pools: Pools) -
     assert [one, two] == pytest.approx(due[:2], rel=1e-5)
     apart = [abs(a - b) for a, b in itertools.combinations(due, 2)]
     assert len(apart) == 3 and min(apart) > 1e-3
+
+
+def test_from_pretrained_leaves_a_model_that_keeps_all_activations(
+    zero_pools: Pools, tmp_path: Path
+) -> None:
+    ((modes, saved),) = zero_pools(1).run(
+        from_pretrained_as_it_comes, str(tmp_path), world_size=1
+    )
+    assert modes == [False, True, False]
+    plain, enabled, training = saved
+    assert enabled == plain > 1.5 * training
+    page = words_of("05_deepspeed_zero/memory")
+    assert "call `model.train()`, which `from_pretrained` does not, and" in page
 
 
 @pytest.mark.slow

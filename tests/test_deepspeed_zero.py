@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from launch import ROOT, Result, clean_environment, python, run, torchrun
 from lessons import in_the_pool
+from pages import words_of
 from scripts import load_chapter
 from tiny_gpt import write_tokenizer
 from worker_pool import RankError, WorkerPool
@@ -604,14 +605,16 @@ def load_checkpoints(folder: str) -> tuple[Any, ...]:
     engine: Any = deepspeed.initialize(model=model, config=config)[0]
     nothing = engine.load_checkpoint(f"{folder}/nothing")
     engine.save_checkpoint(folder, "a", client_state={"epoch": 3})
-    return *nothing, engine.load_checkpoint(folder)[1]["epoch"]
+    with pytest.raises(AssertionError) as error:
+        engine.load_checkpoint(folder, "b")
+    return *nothing, str(error.value), engine.load_checkpoint(folder)[1]["epoch"]
 
 
 def test_load_checkpoint_returns_nothing_or_a_state_of_one_s_own(
     zero_pools: Pools, tmp_path: Path
 ) -> None:
     found = zero_pools(1).run(load_checkpoints, str(tmp_path), world_size=1)
-    assert found == [(None, None, 3)]
+    assert found == [(None, None, "", 3)]
 
 
 def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
@@ -634,7 +637,9 @@ def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
     ]
     config["optimizer"]["params"]["adam_w_mode"] = False
     config["data_types"] = {"grad_acum_dtype": "fp32"}  # misspelt, and accepted
-    config["checkpoint"] = {"load_univrsal": True}  # so is this
+    config["checkpoint"] = {"load_univrsal": True}  # so are these
+    config["scheduler"] = {"typ": "WarmupLR", "params": {"warmup_num_steps": 9}}
+    config["torch_autocast"] = {"enabld": True}
     told = deepspeed.initialize(model=modules["qwen"].small_model(), config=config)[0]
     config["train_micro_batch_per_gpu"] = config.pop("train_micro_batch_size_per_gpu")
     with pytest.raises(AssertionError) as needed:
@@ -651,6 +656,7 @@ def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
         "stage from file": engines[1].zero_optimization_stage(),
         "adam": type(engines[0].optimizer).__name__,
         "adam, told": type(told.optimizer).__name__,
+        "overlooked": (told.lr_scheduler, told.torch_autocast_enabled()),
         "moved": moved_by_clipping(),
         "problem": unknown_key(config),
         "nested": unknown_key({"zero_optimization": {"stge": 1}}),
@@ -862,8 +868,9 @@ def answers(folder: str) -> dict[str, str]:
     write_checkpoints(folder)
     for path in [*sorted(Path(folder).iterdir()), Path(folder, "nothing")]:
         try:
-            modules["pretrained"].load_checkpoint(str(path), 2, 1, 2, 10**9)
-            said[path.name] = ""
+            load = modules["pretrained"].load_checkpoint
+            model, _ = load(str(path), 2, 1, 2, 10**9)
+            said[path.name] = "" if model.training else "in eval()"
         except ValueError as error:
             said[path.name] = str(error).removeprefix(f"--model {path}: ")
     try:
@@ -1161,6 +1168,18 @@ def test_ranks_share_the_cores(
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     setup.prepare({})
     assert chosen == ([32] if cores == "half" else [])
+
+
+def test_to_other_hosts_deepspeed_takes_no_threads_but_from_its_file() -> None:
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+    from deepspeed.launcher import runner
+
+    exported = [*runner.EXPORT_ENVS, *CUDA_Accelerator.export_envs(mock.Mock())]
+    assert exported == ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"]
+    assert runner.DEEPSPEED_ENVIRONMENT_NAME == ".deepspeed_env"
+    assert os.path.expanduser("~") in runner.DEEPSPEED_ENVIRONMENT_PATHS
+    page = words_of("05_deepspeed_zero")
+    assert "`OMP_NUM_THREADS` (for `--hostfile` in `~/.deepspeed_env`)" in page
 
 
 @pytest.mark.parametrize(("wanted", "taken"), [("cpu", "cpu"), (None, "cuda")])
@@ -1860,6 +1879,7 @@ def test_deepspeed_clips_and_overlooks_unless_told(
     assert found["stage"] == 0
     assert found["stage from file"] == 2
     assert (found["adam"], found["adam, told"]) == ("AdamW", "Adam")
+    assert found["overlooked"] == (None, False)
     # Only without a key that it needs it complains, of that one.
     words = "Either train_batch_size or train_micro_batch_size_per_gpu needs to be"
     assert found["needed"] == f"{words} provided"

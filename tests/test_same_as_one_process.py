@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from launch import ROOT
@@ -319,6 +319,12 @@ def sum_of_losses(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return mse_loss(model(inputs), labels, reduction="sum") / 24
 
 
+def contrastive_loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Tell each sample's label from those of the others."""
+    inputs, labels = batch
+    return cross_entropy(model(inputs) @ labels.T, torch.arange(len(inputs)))
+
+
 def loss_that_is_nan(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     """Divide nothing by nothing."""
     return loss_of(model, batch) * 0 / 0
@@ -519,6 +525,10 @@ WRONG: dict[str, tuple[Case, str | None]] = {
     "BatchNorm": (
         {"build": build_normalised},
         rf"after step 1: loss moved {ALIKE} times as far",
+    ),
+    "contrastive loss": (
+        {"loss_of": contrastive_loss},
+        r"after step 1: loss moved \{0: 0\.\d+, 1: 0\.\d+\} times as far",
     ),
     "tensor parallel on shards": (
         {"build": build_mlp, "wrap": cut_matrices},

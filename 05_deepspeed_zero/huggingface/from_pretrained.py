@@ -59,7 +59,7 @@ def load(folder: str) -> tuple[Any, int]:
         counter.start()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     del alive
-    return model, counter.peak
+    return model.train(), counter.peak  # from_pretrained has called eval()
 
 
 def main() -> None:
