@@ -1,11 +1,13 @@
 """Chapter 05: what a rank sends in each stage, and that the losses are those of DDP."""
 
 import contextlib
+import functools
 import io
 import itertools
 import logging
 import math
 import re
+import sys
 import tempfile
 import time
 from typing import Any
@@ -344,7 +346,10 @@ def test_latencies_of_comms_logger_are_running_totals(zero_pools: Pools) -> None
 
 
 def bytes_as_logged() -> dict[str, list[int]]:
-    """Log calls on a tensor that has 4,000 bytes for each rank; return their bytes."""
+    """Log calls on a tensor that has 4,000 bytes for each rank; return their bytes.
+
+    Two calls that the logger does not know end the process.
+    """
     forget_earlier_group()
     import deepspeed
     from deepspeed import comm
@@ -363,6 +368,16 @@ def bytes_as_logged() -> dict[str, list[int]]:
     comm.all_reduce(whole)
     comm.broadcast(whole, 0)
     comm.broadcast_object_list([part], 0)
+    exits = {
+        "all_gather_object": functools.partial(comm.all_gather_object, [None] * ranks),
+        "monitored_barrier": lambda _: comm.monitored_barrier(),
+    }
+    for name, call in exits.items():
+        # It calls exit, which would close this worker's standard input.
+        with mock.patch.object(sys, "stdin", None), pytest.raises(SystemExit) as ended:
+            call(part)
+        assert ended.value.code == 0, name
+    assert len(exits) == 2
     found = {name: list(sizes) for name, sizes in comms_logger.get_raw_data().items()}
     comms_logger.reset_data()
     comm.configure(enabled=False)

@@ -176,11 +176,17 @@ class FirstStep(NamedTuple):
     saved: set[str]
 
 
-OTHER_LANGUAGE = BART, MIXTURE = "BartForCausalLM", "a mixture with a balance loss"
+OTHER_LANGUAGE = BART, MIXTURE, GPT_2, FIRST_MASKED = (
+    "BartForCausalLM",
+    "a mixture with a balance loss",
+    "GPT-2",
+    "GPT-2 with first labels of -100",
+)
+OWN_MEANS = "compute_loss", "compute_loss_func"
 
 
 def language_model(kind: str, **settings: Any) -> Any:
-    """Make BART's decoder, or a mixture whose loss is nearly all balance."""
+    """Make BART's decoder, GPT-2, or a mixture whose loss is nearly all balance."""
     import transformers
 
     if kind == BART:
@@ -190,6 +196,10 @@ def language_model(kind: str, **settings: Any) -> Any:
             **sizes, **layers, is_decoder=True, is_encoder_decoder=False, dropout=0.0
         )
         return transformers.BartForCausalLM(config)
+    if kind in (GPT_2, FIRST_MASKED):
+        sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 256}
+        drops: Any = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops))
     sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 256}
     layers = {"num_hidden_layers": 1, "num_local_experts": 4}
     heads: Any = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -214,16 +224,31 @@ def first_step_of_trainer(
     module.prepare(module.CONFIG)
     config = modules["qwen"].small_config()
     config.num_labels, config.pad_token_id = 3, 0
+    own_mean, kind = kind, "CausalLM" if kind in OWN_MEANS else kind
 
     class OwnForSequenceClassification(modeling_qwen2.Qwen2ForSequenceClassification):
         def forward(self, input_ids: Any, labels: Any = None) -> Any:  # type: ignore
             return super().forward(input_ids=input_ids, labels=labels)
+
+    def mean_of(outputs: Any, labels: Any, **_: Any) -> torch.Tensor:
+        logits = outputs.logits[:, :-1].flatten(0, 1).float()
+        return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+
+    class OwnMean(Trainer):
+        def compute_loss(  # type: ignore
+            self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any
+        ) -> Any:
+            outputs = model(input_ids=inputs["input_ids"])
+            loss = mean_of(outputs, inputs["labels"])
+            return (loss, outputs) if return_outputs else loss
 
     torch.manual_seed(0)
     own = {OWN_CLASSIFIER: OwnForSequenceClassification}
     model: Any = own.get(kind) or getattr(modeling_qwen2, f"Qwen2For{kind}", None)
     name, rows = "input_ids", torch.randint(1, 256, (16, 8))
     labels = rows if kind in ("CausalLM", *OTHER_LANGUAGE) else rows[:, 0] % 3
+    if kind == FIRST_MASKED:
+        labels = torch.cat([torch.full((16, 1), -100), rows[:, 1:]], 1)
     if model:
         model = model(config)
     elif kind in OTHER_LANGUAGE:
@@ -264,9 +289,13 @@ def first_step_of_trainer(
         )
         pairs = zip(rows, labels, strict=True)
         dataset: Any = [{name: row, "labels": label} for row, label in pairs]
-        trainer = Trainer(model, arguments, None, dataset, dataset)
+        if mends and kind == GPT_2:
+            model.loss_type = "ForCausalLM"
+        make: Any = {"compute_loss": OwnMean}.get(own_mean, Trainer)
+        func: Any = {"compute_loss_func": mean_of}.get(own_mean)
+        trainer = make(model, arguments, None, dataset, dataset, compute_loss_func=func)
         trainer.remove_callback(PrinterCallback)
-        if mends:
+        if mends and kind != GPT_2:
             trainer.model_accepts_loss_kwargs = False
         trainer.train()
         log = trainer.state.log_history[0]
@@ -317,26 +346,33 @@ def adam_of_trainer(**more: Any) -> str:
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def evaluate_with_trainer(use_cpu: bool) -> tuple[float, list[float]]:
+def evaluate_with_trainer(
+    use_cpu: bool, samples: int = 12
+) -> tuple[float, list[float]]:
     """Return Trainer's `eval_loss` of padded samples, 2 at a time on a rank.
 
-    And the mean over batches of 2, 4 and all 12, each the mean over its tokens.
+    And the mean over batches of 2, 4 and all, each the mean over its tokens: weighted
+    by samples, and last for batches of 2 that count as much.
     """
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
     forget_earlier_group()
     modules: Any = load_chapter(ROOM)
     modules["with_trainer"].prepare({})
-    model, numbers = modules["qwen"].small_model().eval(), torch.arange(12)
-    rows = torch.randint(1, 256, (12, 16), generator=torch.Generator().manual_seed(0))
+    model, numbers = modules["qwen"].small_model().eval(), torch.arange(samples)
+    seeded = torch.Generator().manual_seed(0)
+    rows = torch.randint(1, 256, (samples, 16), generator=seeded)
     # The later a sample comes, the shorter it is.
     labels = rows.masked_fill(torch.arange(16) > 15 - numbers[:, None], -100)
-    due = []
-    for count in (2, 4, 12):
+    due, alike = [], []
+    for count in (2, 4, samples):
         batches = zip(rows.split(count), labels.split(count), strict=True)
         with torch.no_grad():
-            losses = [model(input_ids=x, labels=y).loss.item() for x, y in batches]
-        due.append(sum(losses) / len(losses))
+            losses = [
+                (model(input_ids=x, labels=y).loss.item(), len(x)) for x, y in batches
+            ]
+        due.append(sum(loss * of_batch for loss, of_batch in losses) / samples)
+        alike.append(sum(loss for loss, _ in losses) / len(losses))
     pairs = zip(rows, labels, strict=True)
     dataset: Any = [{"input_ids": row, "labels": label} for row, label in pairs]
     with tempfile.TemporaryDirectory() as folder:
@@ -352,7 +388,7 @@ def evaluate_with_trainer(use_cpu: bool) -> tuple[float, list[float]]:
         trainer.remove_callback(PrinterCallback)
         found = trainer.evaluate()["eval_loss"]
     modules["with_trainer"].AcceleratorState._reset_state(reset_partial_state=True)
-    return found, due
+    return found, [*due, alike[0]]
 
 
 def save_with_accelerate(folder: str, stage: int, gathers: bool) -> str:
@@ -567,6 +603,44 @@ def test_a_balance_loss_is_too_large_under_trainer(
     assert [of.times[0] for of in found] == [pytest.approx(factor, rel=0.1)] * 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "mends", "factor"),
+    [(GPT_2, False, 7 / 8), (GPT_2, True, 1), (FIRST_MASKED, False, 1)],
+)
+def test_trainer_counts_gpt_2_s_first_labels(
+    zero_pools: Pools, kind: str, mends: bool, factor: float
+) -> None:
+    from transformers.models.auto import modeling_auto
+
+    step = functools.partial(first_step_of_trainer, **STAGE_2)
+    found = zero_pools(2).run(step, kind, mends, 2, world_size=2)
+    numbers = [[*of.times, of.evaluated] for of in found]
+    assert numbers == [pytest.approx([factor] * 3, rel=1e-4)] * 2
+    # What it looks for in the class's name, most have.
+    names = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    others = {name for name in names if "ForCausalLM" not in name}
+    assert "GPT2LMHeadModel" in others and len(names) > 10 * len(others)
+    assert 'set `model.loss_type = "ForCausalLM"` before `Trainer`' in words_of(ROOM)
+
+
+@pytest.mark.parametrize(
+    ("means", "mends", "factor", "evaluated"),
+    [
+        ("compute_loss", False, 2, 1),
+        ("compute_loss", True, 1, 1),
+        ("compute_loss_func", True, 4, 2),
+    ],
+)
+def test_a_mean_of_your_own_is_too_large_under_trainer(
+    zero_pools: Pools, means: str, mends: bool, factor: float, evaluated: float
+) -> None:
+    """By accumulation steps, and as a function by ranks as well."""
+    step = functools.partial(first_step_of_trainer, **STAGE_2)
+    found = zero_pools(2).run(step, means, mends, 2, world_size=2)
+    assert [pytest.approx(of.times, rel=1e-4) for of in found] == [[factor] * 2] * 2
+    assert [of.evaluated for of in found] == [pytest.approx(evaluated, rel=1e-4)] * 2
+
+
 @pytest.mark.parametrize("is_in_config", [False, True])
 def test_an_optimizer_in_the_config_lets_norms_decay_under_trainer(
     zero_pools: Pools, is_in_config: bool
@@ -612,8 +686,13 @@ def test_trainer_s_eval_loss_depends_on_the_number_of_ranks(zero_pools: Pools) -
     (two, _), (again, _) = run(True)
     assert one == other and two == again
     assert [one, two] == pytest.approx(due[:2], rel=1e-5)
-    apart = [abs(a - b) for a, b in itertools.combinations(due, 2)]
+    apart = [abs(a - b) for a, b in itertools.combinations(due[:3], 2)]
     assert len(apart) == 3 and min(apart) > 1e-3
+    # A full batch counts as much as any other, an incomplete one by its samples.
+    assert due[3] == pytest.approx(due[0])
+    (one, due), _ = run(False, 11)
+    assert one == pytest.approx(due[0], rel=1e-5)
+    assert abs(one - due[3]) > 1e-3
 
 
 def test_from_pretrained_leaves_a_model_that_keeps_all_activations(

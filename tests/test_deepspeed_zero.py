@@ -1825,10 +1825,11 @@ def test_what_a_loop_without_deepspeed_leaves_does_nothing(
 ) -> None:
     summed = {"bf16": ON, "data_types": {"grad_accum_dtype": "fp32"}}
     offloaded = {"zero": {"offload_optimizer": {"device": "cpu"}}}
-    cases = [(1, {}), (2, {}), (1, {"bf16": ON})]
+    fp16 = {"fp16": ON | {"loss_scale": 1}}
+    cases = [(1, {}), (2, {}), (1, {"bf16": ON}), (1, fp16)]
     if stage:  # stage 0 refuses it
         cases += [(2, summed), (1, offloaded)]
-    assert len(cases) == (5 if stage else 3)
+    assert len(cases) == (6 if stage else 4)
     for micro_batches, changes in cases:
         habits = partial(moved_by_old_habits, stage, micro_batches, **changes)
         said, other = zero_pools(2).run(habits)
