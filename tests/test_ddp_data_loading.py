@@ -472,7 +472,7 @@ def test_python_objects_are_copied_by_reading(
     assert int(rows["list of strings"]) >= 20
     assert max(int(rows[name]) for name in ("tensor", "mapped file")) <= 3
     assert of_an_array > 20 and of_tensors > 10
-    said = "Keep all samples in one tensor or one NumPy array of numbers"
+    said = "Keep all samples in one tensor or NumPy array of numbers"
     assert said in words_of(ROOM)
     assert "check: the list was copied" in output
 

@@ -532,7 +532,7 @@ def test_without_accumulate_every_batch_takes_a_step_and_nobody_says_so(
             apart = (of_rank["2 weights"] - of_rank["1 weights"]).abs().max().item()
             assert apart < 2e-5 if steps == 3 else apart > 1e-3
     page = words_of(ROOM)
-    assert "reports 2 and still steps after every batch: in 6 batches 6 steps" in page
+    assert "reports 2 and still steps after every batch." in page
 
 
 @pytest.mark.parametrize(
