@@ -423,11 +423,12 @@ def save_with_accelerate(folder: str, stage: int, gathers: bool) -> str:
 def from_pretrained_as_it_comes(folder: str) -> tuple[list[bool], list[int]]:
     """Load a checkpoint, enable activation checkpointing, and give it to DeepSpeed.
 
-    Returns which are in training, first the model, then the engine and its module; and
-    the bytes that forward saves as it comes, with checkpointing, and after `train()`.
+    Returns whether engine and module are in training, and the bytes that forward keeps
+    as the model comes, with checkpointing, and after `train()`.
     """
     forget_earlier_group()
     modules = load_chapter("05_deepspeed_zero")
+    memory = load_chapter("05_deepspeed_zero/memory")["activation_checkpointing"]
     import deepspeed
     from transformers import AutoModelForCausalLM
 
@@ -438,27 +439,16 @@ def from_pretrained_as_it_comes(folder: str) -> tuple[list[bool], list[int]]:
         "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
     }
     modules["deepspeed_setup"].prepare(config)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    saved, tokens = [], torch.arange(64).view(1, 64)
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        saved[-1] += tensor.nbytes
-        return tensor
-
-    def count() -> None:
-        saved.append(0)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            model(tokens, labels=tokens)
-
-    count()
-    model.activation_checkpointing_enable()
-    count()
-    engine: Any = deepspeed.initialize(model=model, config=config)[0]
-    modes = [model.training, engine.training, engine.module.training]
-    model.train()
-    count()
+    load = functools.partial(AutoModelForCausalLM.from_pretrained, folder)
+    model, tokens = load(), torch.arange(64).view(1, 64)
+    kept = [memory.count_bytes(model, tokens)[0]]
+    for change in (model.activation_checkpointing_enable, model.train):
+        change()
+        kept.append(memory.count_bytes(model, tokens)[0])
+    engine: Any = deepspeed.initialize(model=load(), config=config)[0]
+    modes = [engine.training, engine.module.training]
     engine.destroy()
-    return modes, saved
+    return modes, kept
 
 
 def finetune(folder: str, resumes: bool = True, **options: Any) -> str:
@@ -698,11 +688,11 @@ def test_trainer_s_eval_loss_depends_on_the_number_of_ranks(zero_pools: Pools) -
 def test_from_pretrained_leaves_a_model_that_keeps_all_activations(
     zero_pools: Pools, tmp_path: Path
 ) -> None:
-    ((modes, saved),) = zero_pools(1).run(
+    ((modes, kept),) = zero_pools(1).run(
         from_pretrained_as_it_comes, str(tmp_path), world_size=1
     )
-    assert modes == [False, True, False]
-    plain, enabled, training = saved
+    assert modes == [True, False]
+    plain, enabled, training = kept
     assert enabled == plain > 1.5 * training
     page = words_of("05_deepspeed_zero/memory")
     assert "call `model.train()`, which `from_pretrained` does not, and" in page
