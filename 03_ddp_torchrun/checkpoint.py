@@ -54,10 +54,10 @@ class StopSignal:
         noted = self.noted  # the handler, which lasts, must not hold self and its group
         signal.signal(number, lambda number, _: noted.append(number))
         if has_workers:
-            resource_tracker.ensure_running()  # its start would unblock SIGTERM
             # The workers' server, and so the workers, inherit that it is blocked.
-            signal.pthread_sigmask(signal.SIG_BLOCK, [number])
-            forkserver.ensure_running()
+            for start in (resource_tracker, forkserver):  # the first unblocks SIGTERM
+                signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+                start.ensure_running()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         # On the CPU, by gloo: to read a GPU's tensor is to wait for all of its work.
         is_cpu = dist.get_backend() == "gloo"

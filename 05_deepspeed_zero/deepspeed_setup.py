@@ -56,8 +56,9 @@ def prepare(config: dict[str, Any]) -> torch.device:
     if "OMP_NUM_THREADS" not in env:
         # torchrun sets it to 1. Under deepspeed each rank would take all the cores.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
-    if "optimizer" in config:
-        config["optimizer"].setdefault("params", {}).setdefault("torch_adam", True)
+    optimizer = config.get("optimizer", {})
+    if optimizer.get("type", "").lower() in ("adam", "adamw"):
+        optimizer.setdefault("params", {}).setdefault("torch_adam", True)
     import deepspeed.ops
 
     # No public setting turns off the exchange through shared memory;

@@ -41,6 +41,7 @@ def train_and_save(engine: Any, tokens: torch.Tensor, folder: Path | None) -> No
     """Train from the engine's step to the last; save to a folder if one is given."""
     for step in range(engine.global_steps, STEPS):
         batch = global_batch(tokens, step, engine.train_batch_size(), BLOCK_SIZE)
+        torch.manual_seed(step * dist.get_world_size() + dist.get_rank())  # dropout
         rows = batch.chunk(dist.get_world_size())[dist.get_rank()].to(engine.device)
         for inputs in rows.chunk(engine.gradient_accumulation_steps()):
             loss = engine(input_ids=inputs, labels=inputs).loss

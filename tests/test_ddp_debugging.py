@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -240,6 +241,37 @@ def test_flight_record_names_the_rank_that_is_missing(
         (tmp_path / f"record_{rank}").write_bytes(pickle.dumps(record))
     with pytest.raises(KeyError, match="0"):
         fr_trace.main([str(tmp_path), "--prefix", "record_"])
+
+
+def record_of_three_groups(folder: str) -> str:
+    """Leave out a call on rank 1, in the second of three groups; return its error."""
+    second = dist.new_group(timeout=timedelta(seconds=1))
+    third = dist.new_group()
+    for group in (None, second, third):
+        dist.all_reduce(torch.ones(2), group=group)
+    dist.destroy_process_group(third)
+    said = ""
+    if dist.get_rank() != 1:
+        try:
+            dist.all_reduce(torch.ones(5), group=second)
+        except RuntimeError as error:
+            said = str(error)
+    record = room()["watchdog"].flight_record()
+    Path(folder, f"record_{dist.get_rank()}").write_bytes(record)
+    return said
+
+
+def test_flight_record_knows_each_of_several_groups(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with WorkerPool(3) as workers:  # of its own, or other tests' calls are recorded too
+        said = workers.run(record_of_three_groups, str(tmp_path), world_size=3)
+    assert [" Timed out " in one for one in said] == [True, False, True]
+    fr_trace.main([str(tmp_path), "--prefix", "record_"])
+    assert "Not all ranks joining collective, sequence number: 2" in caplog.text
+    assert "missing ranks: {1}" in caplog.text
+    assert "expected ranks: {0, 1, 2}" in caplog.text
+    assert caplog.text.count("Not all ranks joining") == 1
 
 
 def launch(script: str, folder: Path, *words: str, **env: str) -> Result:

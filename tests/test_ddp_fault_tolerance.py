@@ -799,6 +799,27 @@ def test_only_blocked_or_ignored_sigterm_spares_workers() -> None:
     assert result.stdout == "is dead\nlives\n0\n", result.output
 
 
+# torchrun sends SIGUSR1 to the tracker too, which ignores SIGTERM and SIGINT alone.
+TO_THE_TRACKER = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(ROOT / PLACE)!r})
+import torch.distributed as dist
+from checkpoint import StopSignal, resource_tracker
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+stop = StopSignal(has_workers=True)
+tracker = resource_tracker._resource_tracker._pid
+os.kill(tracker, signal.SIGUSR1)
+time.sleep(0.5)
+print(os.waitpid(tracker, os.WNOHANG)[0], flush=True)
+"""
+
+
+def test_the_signal_spares_python_s_resource_tracker() -> None:
+    result = python("-c", TO_THE_TRACKER)
+    assert result.stdout == "0\n", result.output
+
+
 def test_signal_at_the_start_is_not_lost(worker_pool: WorkerPool) -> None:
     noted = worker_pool.run(signals_noted_at_the_start)
     assert noted == [[signal.SIGUSR1]] * 2

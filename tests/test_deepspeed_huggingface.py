@@ -307,6 +307,48 @@ def first_step_of_trainer(
     return FirstStep(times, evaluated, saved)
 
 
+def trained_after(evaluation: str, **zero: Any) -> tuple[str, float]:
+    """Evaluate and train with Trainer; return the wrapper's class and the weights' sum.
+
+    In place of the class stands the error, if it ends with one.
+    """
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    forget_earlier_group()
+    module: Any = load_chapter(ROOM)["with_trainer"]
+    module.prepare(module.CONFIG)
+    torch.manual_seed(0)
+    model = language_model(GPT_2)
+    rows: Any = [{"input_ids": row, "labels": row} for row in torch.arange(96).split(6)]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            deepspeed=module.CONFIG | {"zero_optimization": zero} if zero else None,
+            use_cpu=True,
+            per_device_train_batch_size=4,
+            max_steps=2,
+            learning_rate=0.01,
+            eval_on_start=evaluation == "eval_on_start",
+            eval_strategy="steps" if evaluation == "eval_on_start" else "no",
+            report_to=[],
+            save_strategy="no",
+            dataloader_pin_memory=False,
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model, arguments, None, rows, rows)
+        trainer.remove_callback(PrinterCallback)
+        try:
+            if evaluation == "evaluate()":
+                trainer.evaluate()
+            trainer.train()
+            said = type(trainer.model_wrapped).__name__
+        except ValueError as error:
+            said = str(error)
+    module.AcceleratorState._reset_state(reset_partial_state=True)
+    weights = [p.double().sum() for p in model.parameters()]
+    return said, torch.stack(weights).sum().item()
+
+
 def decay_under_trainer(samples: int = 48, drops: bool = False, **more: Any) -> Any:
     """Train with much weight decay; return norms, rates, samples and the optimizer.
 
@@ -629,6 +671,28 @@ def test_a_mean_of_your_own_is_too_large_under_trainer(
     found = zero_pools(2).run(step, means, mends, 2, world_size=2)
     assert [pytest.approx(of.times, rel=1e-4) for of in found] == [[factor] * 2] * 2
     assert [of.evaluated for of in found] == [pytest.approx(evaluated, rel=1e-4)] * 2
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "more", "wrapper", "is_one_model"),
+    [
+        ("evaluate()", {}, "GPT2LMHeadModel", False),
+        ("eval_on_start", {}, "DistributedDataParallel", True),
+        ("evaluate()", STAGE_2, "ZeRO inference only makes sense with ZeRO S", True),
+        pytest.param("", {}, "DistributedDataParallel", True, marks=pytest.mark.slow),
+    ],
+)
+def test_trainer_sends_no_gradient_if_it_has_evaluated_first(
+    zero_pools: Pools,
+    evaluation: str,
+    more: dict[str, Any],
+    wrapper: str,
+    is_one_model: bool,
+) -> None:
+    job = functools.partial(trained_after, evaluation, **more)
+    (said, one), (_, other) = zero_pools(2).run(job, world_size=2)
+    assert said.startswith(wrapper)
+    assert (one == other) is is_one_model
 
 
 @pytest.mark.parametrize("is_in_config", [False, True])

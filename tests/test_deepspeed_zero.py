@@ -640,23 +640,30 @@ def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
     config["checkpoint"] = {"load_univrsal": True}  # so are these
     config["scheduler"] = {"typ": "WarmupLR", "params": {"warmup_num_steps": 9}}
     config["torch_autocast"] = {"enabld": True}
+    config["optimizer"]["lr"] = 1.0  # beside "params"
     told = deepspeed.initialize(model=modules["qwen"].small_model(), config=config)[0]
     config["train_micro_batch_per_gpu"] = config.pop("train_micro_batch_size_per_gpu")
     with pytest.raises(AssertionError) as needed:
         deepspeed.initialize(model=modules["qwen"].small_model(), config=config)
-    config["zero_optimization"] = {"stge": 1}
-    with pytest.raises(ValueError) as nested:
-        deepspeed.initialize(model=modules["qwen"].small_model(), config=config)
-    del config["zero_optimization"]
+    refused = []
+    for section in ("bf16", "fp16", "zero_optimization"):
+        config[section] = {"stge": 1}
+        with pytest.raises(ValueError) as nested:
+            deepspeed.initialize(model=modules["qwen"].small_model(), config=config)
+        refused.append(str(nested.value))
+        del config[section]
     return {
-        "nested, refused": str(nested.value),
+        "nested, refused": refused,
         "needed": str(needed.value),
         "clipping": engines[0].gradient_clipping(),
         "stage": engines[0].zero_optimization_stage(),
         "stage from file": engines[1].zero_optimization_stage(),
         "adam": type(engines[0].optimizer).__name__,
         "adam, told": type(told.optimizer).__name__,
-        "overlooked": (told.lr_scheduler, told.torch_autocast_enabled()),
+        "overlooked": (
+            *(told.lr_scheduler, told.torch_autocast_enabled()),
+            *told.get_lr(),
+        ),
         "moved": moved_by_clipping(),
         "problem": unknown_key(config),
         "nested": unknown_key({"zero_optimization": {"stge": 1}}),
@@ -806,6 +813,7 @@ def follow_the_recipe(folder: str, forgets: str) -> Followed:
 
     save, load = DeepSpeedEngine._save_zero_checkpoint, DeepSpeedEngine.load_checkpoint
     forward, global_batch = DeepSpeedEngine.forward, recipe.global_batch
+    model_and_tokens = recipe.model_and_tokens
 
     def save_late(engine: Any, path: Any, tag: str) -> None:
         if dist.get_rank() == 1:
@@ -823,6 +831,12 @@ def follow_the_recipe(folder: str, forgets: str) -> Followed:
         texts[len(tokens)] = tokens
         return global_batch(tokens, *rest)
 
+    def with_dropout(*args: Any, **kwargs: Any) -> Any:
+        model, tokens = model_and_tokens(*args, **kwargs)
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.1
+        return model, tokens
+
     def load_in_part(engine: Any, *args: Any, **kwargs: Any) -> Any:
         return load(engine, *args, **kwargs, **({forgets: False} if forgets else {}))
 
@@ -832,6 +846,7 @@ def follow_the_recipe(folder: str, forgets: str) -> Followed:
         enter(mock.patch.object(DeepSpeedEngine, "load_checkpoint", load_in_part))
         enter(mock.patch.object(DeepSpeedEngine, "forward", noted))
         enter(mock.patch.object(recipe, "global_batch", draw))
+        enter(mock.patch.object(recipe, "model_and_tokens", with_dropout))
         enter(mock.patch.multiple(recipe, STEPS=6, SAVE_EVERY=3))
         check = enter(mock.patch.object(recipe, "check"))
         enter(in_the_pool(recipe))
@@ -1168,6 +1183,18 @@ def test_ranks_share_the_cores(
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     setup.prepare({})
     assert chosen == ([32] if cores == "half" else [])
+
+
+def test_only_adam_is_told_to_be_pytorch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    setup, told = load_chapter(CHAPTER)["deepspeed_setup"], {"torch_adam": True}
+    params: dict[str, dict[str, Any]] = {name: {} for name in ("Adam", "adamw", "SGD")}
+    for name, own in params.items():
+        setup.prepare({"optimizer": {"type": name, "params": own}})
+    assert params == {"Adam": told, "adamw": told, "SGD": {}}
+    config: Any = {"optimizer": {"type": "AdamW"}}
+    setup.prepare(config)
+    assert config["optimizer"]["params"] == told
 
 
 def test_to_other_hosts_deepspeed_takes_no_threads_but_from_its_file() -> None:
@@ -1695,6 +1722,27 @@ def test_two_backwards_before_a_step_lose_the_first_in_stages_1_and_2(
         assert run(fp32, [[OF_BOTH], [tens]]) == [[[11, 110]] * 2] * 2
 
 
+def test_gradients_are_sent_in_bf16_unless_two_settings_say_otherwise(
+    zero_pools: Pools,
+) -> None:
+    run, per_rank = zero_pools(2).run, [(2, 4), (2**-8, 2**-8)]
+    summed, sent = (
+        {"data_types": {"grad_accum_dtype": "fp32"}},
+        {"communication_data_type": "fp32"},
+    )
+    moved = [
+        run(
+            partial(moved_in_all_stages, stages=(1, 2, 3), bf16=ON, **changes),
+            [[per_rank]],
+        )
+        for changes in ({}, summed, sent, summed | sent)
+    ]
+    # The mean, 1 + 2**-9, has more digits than bf16. (The weight less it has few.)
+    assert moved == [[[[1, 2]] * 3] * 2] * 3 + [[[[1.002, 2.002]] * 3] * 2]
+    page = words_of(CHAPTER)
+    assert '**and are sent in bf16** unless `"communication_data_type": "fp32"`' in page
+
+
 def first_loss_of_two(stage: int) -> list[float]:
     """Take a step after two forward passes, then two backward ones; return the move."""
     from deepspeed.runtime.zero import GatheredParameters
@@ -1880,14 +1928,14 @@ def test_deepspeed_clips_and_overlooks_unless_told(
     assert found["stage"] == 0
     assert found["stage from file"] == 2
     assert (found["adam"], found["adam, told"]) == ("AdamW", "Adam")
-    assert found["overlooked"] == (None, False)
+    assert found["overlooked"] == (None, False, 3e-3)
     # Only without a key that it needs it complains, of that one.
     words = "Either train_batch_size or train_micro_batch_size_per_gpu needs to be"
     assert found["needed"] == f"{words} provided"
     # One further inside is an error.
-    assert re.search(
-        r"\nstge\n +Extra inputs are not permitted", found["nested, refused"]
-    )
+    assert len(found["nested, refused"]) == 3
+    for said in found["nested, refused"]:
+        assert re.search(r"\nstge\n +Extra inputs are not permitted", said)
     # Clipped to a norm of 1.0, and with 0 not clipped.
     assert len(found["moved"]) == 8
     for stage in range(4):

@@ -1212,6 +1212,37 @@ def test_blocks_that_stay_whole_need_a_reshard_each(worker_pool: WorkerPool) -> 
     assert steps == [[[True, False], [False, False]]] * 2
 
 
+def moved_after_an_evaluation(keeps: bool, each_unit: bool) -> list[bool]:
+    """Evaluate, reshard the root or each unit, train; tell which weights moved."""
+    model: Any = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (*model[:2], model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False if keeps else None)
+    before = [p.full_tensor() for p in model.parameters()]
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    for unit in (*model[:2], model) if each_unit else (model,):
+        unit.reshard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(1, 2)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pairs = zip(model.parameters(), before, strict=True)
+    return [not torch.equal(p.full_tensor(), old) for p, old in pairs]
+
+
+def test_an_optimizer_made_after_an_evaluation_needs_each_unit_resharded(
+    worker_pool: WorkerPool,
+) -> None:
+    run = worker_pool.run
+    assert run(moved_after_an_evaluation, False, False) == [[True] * 3] * 2
+    assert run(moved_after_an_evaluation, True, False) == [[False, False, True]] * 2
+    assert run(moved_after_an_evaluation, True, True) == [[True] * 3] * 2
+    code = (ROOT / CHAPTER / "mistakes/evaluated_first.py").read_text("utf-8")
+    assert "    # or reshard each unit here.\n" in code
+
+
 def all_gathers_of_evaluations(blocks: int) -> list[int]:
     """Evaluate three times; return how many all-gathers each pass starts."""
     counters = load_chapter(CHAPTER)["counters"]
@@ -2923,20 +2954,27 @@ def undefined_after_drawing() -> list[str]:
     with torch.device("meta"):
         model: Any = nn.TransformerEncoderLayer(8, 2, 16)
         model.init_weights = mock.Mock()
+        model.scale = nn.Parameter(torch.ones(8))
+        model.register_buffer("angles", torch.ones(4))
+        model.statistics = nn.BatchNorm1d(4, affine=False)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     torch.use_deterministic_algorithms(True)  # new memory holds NaN
     model.to_empty(device="cpu")
     with lesson.DrawWhole():
         lesson.draw_weights(model)
-    named = model.named_parameters()
-    return [name for name, p in named if p.full_tensor().isnan().any()]
+    named = [(name, p.full_tensor()) for name, p in model.named_parameters()]
+    named += model.named_buffers()
+    assert len(named) == 13 + 4
+    return [name for name, values in named if values.isnan().any()]
 
 
 def test_attention_of_torch_is_not_drawn_by_reset_parameters(
     worker_pool: WorkerPool,
 ) -> None:
-    names = ["self_attn.in_proj_weight", "self_attn.in_proj_bias"]
+    names = ["scale", "self_attn.in_proj_weight", "self_attn.in_proj_bias", "angles"]
     assert worker_pool.run(undefined_after_drawing) == [names] * 2
+    page = words_of(DTENSOR)
+    assert "**`draw_weights` leaves undefined what no `reset_parameters` sets**" in page
 
 
 @pytest.mark.slow  # the page shows the same table, and its block is a test

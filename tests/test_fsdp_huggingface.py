@@ -388,6 +388,8 @@ def test_tied_matrix_is_in_the_files_once_and_needs_both_names(
 def test_to_empty_keeps_only_sharded_weights_tied(worker_pool: WorkerPool) -> None:
     assert worker_pool.run(tied_after_to_empty, True) == [True] * 2
     assert worker_pool.run(tied_after_to_empty, False) == [False] * 2
+    page = " ".join((ROOT / "WHEN_IT_GOES_WRONG.md").read_text("utf-8").split())
+    assert "then load all weights, tie again what was tied (as GPT-2's" in page
     # Where tensors are swapped, which is not the default, it keeps plain ones too.
     for shards in (True, False):
         assert worker_pool.run(tied_after_to_empty, shards, True) == [True] * 2

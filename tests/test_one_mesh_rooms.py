@@ -8,6 +8,7 @@ import re
 import time
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -485,6 +487,32 @@ def test_warnings_as_errors_find_another_s_group(worker_pool: WorkerPool) -> Non
     (option,) = re.findall(r"`PYTHONWARNINGS=(\S+)`", words_of(MISTAKES))
     ends = worker_pool.run(outside, option)
     assert ends == [(-1, -1, said.format(rank)) for rank in (0, 1)]
+
+
+def gathered_by_some(file: str) -> tuple[list[float], list[float]]:
+    """Gather where `data` is 0, write where the rank is 0; return shard and file."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    weight = distribute_tensor(torch.arange(8.0), mesh["tensor"], [Shard(0)])
+    gathers = mesh.get_local_rank("data") == 0
+    if gathers:
+        whole = weight.full_tensor()
+        if mesh.get_rank() == 0:
+            torch.save(whole, file)
+    dist.barrier()
+    return weight.to_local().tolist() if gathers else [], torch.load(file).tolist()
+
+
+def test_all_of_the_tensor_axis_gather_and_one_writes(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    ends = worker_pool.run(gathered_by_some, str(tmp_path / "file"), world_size=4)
+    # Two gather, of whom each has half: if both wrote it, one file would be left.
+    assert [shard for shard, _ in ends] == [[0, 1, 2, 3], [4, 5, 6, 7], [], []]
+    assert [file for _, file in ends] == [[*range(8)]] * 4
+    page = words_of(MISTAKES)
+    assert (
+        '`mesh.get_local_rank("data") == 0` gather, and **rank 0 alone writes**' in page
+    )
 
 
 # --- Seeds. ----------

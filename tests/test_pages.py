@@ -1488,6 +1488,9 @@ def test_who_waits_for_a_queue_asks_whether_a_child_has_failed() -> None:
 
     queue = torch.multiprocessing.get_context("fork").Queue()
     start: Any = torch.multiprocessing.start_processes
+    # `spawn` needs one of its own context, which is not the default on Linux.
+    with pytest.raises(RuntimeError, match="SemLock created in a fork context"):
+        start(fail_or_put, (queue,), nprocs=1, start_method="spawn")
     context = start(fail_or_put, (queue,), nprocs=2, join=False, start_method="fork")
     got, empty = [queue.get(timeout=60)], []
     with pytest.raises(ProcessRaisedException, match="failed before it put anything"):
@@ -1498,6 +1501,9 @@ def test_who_waits_for_a_queue_asks_whether_a_child_has_failed() -> None:
                 empty.append(error)
                 assert not context.join(timeout=0)
     assert got == [0] and len(empty) >= 1
+    ended = start(abs, (), nprocs=1, join=False, start_method="fork")
+    ended.processes[0].join(60)
+    assert ended.join(timeout=0)
 
 
 def test_a_lock_that_is_left_stops_who_compiles_an_extension(tmp_path: Path) -> None:

@@ -1595,6 +1595,8 @@ def test_train_makes_the_calls_of_the_lessons_1f1b(
         first_step = [call for stage, call in run.calls if stage == index][:8]
         assert " ".join(first_step) == order("one_f_one_b", index, 4, 4)
     assert [run.seed for run in runs] == [5, 6, 7, 8]  # each draws its own masks
+    rule = "Seed each rank by itself once the weights are made, or all stages draw one"
+    assert f"- **Dropout.** {rule} mask." in words_of(f"{CHAPTER}/balance")
 
 
 def rates_and_log(*words: str) -> tuple[list[float], list[dict[str, float]], str]:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from launch import ROOT, LaunchTimeout, Result, free_port, python, torchrun
+from pages import words_of
 from scripts import load_chapter
 from worker_pool import WorkerPool
 
@@ -533,6 +534,33 @@ def test_what_stays_on_the_cpu_uses_gloo_also_where_there_are_gpus() -> None:
         assert call.kwargs["_transports"] == ["uv"]
 
     assert group_of_a_trainer(be_trainer) == ("gloo", None, "", None)
+
+
+BOTH_UNDER_TORCHRUN = """
+import os, torch.distributed as dist
+from torch.distributed import rpc
+
+dist.init_process_group("gloo")
+os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+options = rpc.TensorPipeRpcBackendOptions(init_method="tcp://127.0.0.1:PORT")
+rpc.init_rpc("one", rank=0, world_size=1, rpc_backend_options=options)
+rpc.shutdown()
+dist.destroy_process_group()
+try:
+    dist.init_process_group("gloo")
+except dist.DistNetworkError as error:
+    print(f"both; a group later: {error}")
+"""
+
+
+def test_after_the_pop_a_rank_opens_the_launcher_s_port_itself(tmp_path: Path) -> None:
+    script = tmp_path / "both.py"
+    script.write_text(BOTH_UNDER_TORCHRUN.replace("PORT", str(free_port())))
+    result = torchrun(script, nproc=1)
+    assert result.returncode == 0, result.output
+    assert re.search(r"^both; a group later: .*EADDRINUSE", result.stdout, re.M)
+    page = words_of(f"{CHAPTER}/supervision")
+    assert "what `torchrun` sets (join a process group before it);" in page
 
 
 def test_two_stores_need_two_ports() -> None:

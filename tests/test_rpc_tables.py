@@ -20,7 +20,7 @@ from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import psutil
@@ -473,6 +473,59 @@ def is_training(module: rpc.RRef) -> bool:
     return module.local_value().training
 
 
+def end_training(module: rpc.RRef) -> None:
+    """Put a module that lives here in eval mode; unlike `eval()`, return nothing."""
+    module.local_value().eval()
+
+
+def sizes_of_answers() -> list[int | None]:
+    """Change the mode of a table on a server; return how many weights came back."""
+    remote = SPLIT.RemoteModule("server0", torch.nn.EmbeddingBag, (1000, 4))
+    there = remote.get_module_rref()
+    model = torch.nn.Sequential(remote)
+    with mock.patch.object(type(remote), "train", autospec=True) as asked:
+        model.train()
+        model.eval()  # both ask the table alike, and drop its answer
+    assert [call.args[1:] for call in asked.call_args_list] == [(True,), (False,)]
+    answers = [remote.train(), remote.train(False), remote.eval()]
+    remote.train()
+    answers.append(rpc.rpc_sync(there.owner(), end_training, args=(there,)))
+    assert not rpc.rpc_sync(there.owner(), is_training, args=(there,))
+    return [one if one is None else one.weight.numel() for one in answers]
+
+
+def add_one(weight: torch.Tensor, lock: threading.Lock) -> None:
+    """Change a weight as the page's rule has it: under a lock of one's own."""
+    with lock, torch.no_grad():
+        weight += 1
+
+
+class OvertakenSGD(ROOM["classifier"].EagerSGD):
+    """In each of its steps another thread changes the weight, under its own lock."""
+
+    weights: ClassVar[list[float]] = []  # at the start of a step, and during it
+
+    def step(self, closure: Any = None) -> Any:
+        """Let the other thread change the weight, then step."""
+        (weight,) = self.param_groups[0]["params"]
+        self.weights.append(weight.item())
+        other = threading.Thread(target=add_one, args=(weight, threading.Lock()))
+        other.start()
+        other.join(10)
+        self.weights.append(weight.item())
+        return super().step(closure)
+
+
+def overtaken_step() -> list[float]:
+    """Step a weight that lives here by 1; return it before, during and after that."""
+    weight = rpc.RRef(torch.nn.Parameter(torch.zeros(1)))
+    optimizer: Any = DistributedOptimizer(OvertakenSGD, [weight], lr=1.0)
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [weight.local_value().sum()])
+        optimizer.step(context)
+    return [*OvertakenSGD.weights, weight.local_value().item()]
+
+
 def evaluated_model() -> list[bool]:
     """Put a model whose dropout lives on a server in eval mode; tell both modes."""
     remote = SPLIT.RemoteModule("server0", torch.nn.Dropout, (0.5,))
@@ -549,6 +602,8 @@ def rpc_session(folder: str, batches: Any) -> dict[str, Any]:
             "two rates": stepped_at_two_rates(),
             "plain": went_back_by_plain_backward(),
             "modes": evaluated_model(),
+            "copied": sizes_of_answers(),
+            "overtaken": overtaken_step(),
             "orders": went_back_in_contexts(),
             "ways": use_every_way(batches),
             "table": train_with_servers(),
@@ -719,8 +774,22 @@ def test_backward_waits_for_gradients_of_all_calls_before_it(
 
 def test_eval_does_not_reach_a_module_on_a_server(session: dict[str, Any]) -> None:
     assert session["modes"] == [False, True, False, True]
+
+
+def test_changing_its_mode_copies_a_table_to_the_trainer(
+    session: dict[str, Any],
+) -> None:
+    assert session["copied"] == [4000, 4000, 4000, None]
     page = words_of(CHAPTER)
-    assert "sets the server's part to *train*: then call `table.eval()`" in page
+    assert "`model.train()` and `model.eval()` **copy the whole table here**" in page
+
+
+def test_a_lock_of_one_s_own_is_not_that_of_the_optimizer(
+    session: dict[str, Any],
+) -> None:
+    assert session["overtaken"] == [0, 1, 0]
+    page = words_of(f"{CHAPTER}/staleness")
+    assert "`EagerSGD.step` has to take the same one" in page
 
 
 def test_servers_and_shards_end_with_the_table_of_one_process(

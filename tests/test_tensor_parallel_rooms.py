@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from launch import ROOT, python
 from lessons import in_the_pool, run_lesson
@@ -99,6 +100,41 @@ def test_a_falling_loss_hides_a_missing_all_reduce(printed: dict) -> None:
     assert len(wrong) == 2
 
 
+def gradients_of_what_two_read() -> list[Tensor]:
+    """Read an activation by a cut and by a whole matrix; return its gradients.
+
+    First that of one process, then with `CopyToRanks` before the cut matrix, then
+    before both.
+    """
+    torch.manual_seed(0)
+    cut, whole, found = torch.randn(4, 6), torch.randn(4, 3), []
+    mine = LAYERS.shard_of(cut, 1)
+    for place in ("one process", "cut", "both"):
+        x = torch.ones(4, requires_grad=True)
+        copied = LAYERS.CopyToRanks.apply(x)
+        if place == "one process":
+            loss = (x @ cut).sum() + (x @ whole).sum()
+        else:
+            loss = LAYERS.SumOverRanks.apply((copied @ mine).sum())
+            loss = loss + ((copied if place == "both" else x) @ whole).sum()
+        (grad,) = torch.autograd.grad(loss, x)
+        found.append(grad)
+    return [*found, whole.sum(1)]
+
+
+def test_what_a_whole_matrix_reads_is_not_summed_over_ranks(
+    worker_pool: WorkerPool,
+) -> None:
+    ends = worker_pool.run(gradients_of_what_two_read)
+    assert len(ends) == 2
+    for due, right, summed, of_whole in ends:
+        torch.testing.assert_close(right, due)
+        torch.testing.assert_close(summed, due + of_whole)
+        assert of_whole.abs().max() > 0.1
+    rule = "after the norm; never on the residual or before a whole head."
+    assert rule in words_of(MISTAKES)
+
+
 def test_whole_activations_need_one_dropout_mask(printed: dict) -> None:
     wrong, mended = printed["dropout_differs"]
     assert wrong[0] != wrong[1] and mended[0] == mended[1]
@@ -111,6 +147,60 @@ def test_shards_need_dropout_masks_of_their_own(printed: dict) -> None:
     assert masks[0][0] == masks[0][1] and masks[1][0] != masks[1][1]
     noise = [numbers(both[0])[-1] for both in (wrong, mended)]
     assert noise == pytest.approx([4.0, 8**0.5], abs=0.15)
+
+
+def masks_drawn(rank: int, is_swapped: bool) -> list[list[Tensor]]:
+    """Take two steps of a checkpointed block; return its masks, of a shard and whole.
+
+    Each is drawn in the forward pass and again in the backward pass.
+    """
+    torch.manual_seed(0)
+    with torch.random.fork_rng():
+        torch.manual_seed(1 + rank)
+        other = torch.get_rng_state()
+
+    def mask_of_shard(x: Tensor) -> Tensor:
+        nonlocal other
+        if not is_swapped:
+            seed = int(torch.randint(2**31, ()))
+            with torch.random.fork_rng():
+                torch.manual_seed(seed + rank)
+                return F.dropout(torch.ones_like(x), 0.5)
+        kept = torch.get_rng_state()
+        torch.set_rng_state(other)
+        mask = F.dropout(torch.ones_like(x), 0.5)
+        other = torch.get_rng_state()
+        torch.set_rng_state(kept)
+        return mask
+
+    drawn = []
+
+    def block(x: Tensor) -> Tensor:
+        drawn.append([mask_of_shard(x), F.dropout(torch.ones_like(x), 0.5)])
+        return (x * drawn[-1][0]).sin() * drawn[-1][1]
+
+    for _ in range(2):
+        x = torch.ones(64, requires_grad=True)
+        cast(Tensor, checkpoint(block, x, use_reentrant=False)).sum().backward()
+    assert len(drawn) == 4
+    return drawn
+
+
+def test_masks_of_shards_are_drawn_again_as_they_were() -> None:
+    one, other = (masks_drawn(rank, is_swapped=False) for rank in (0, 1))
+    for drawn in (one, other):
+        for forward, again in ((0, 1), (2, 3)):
+            assert all(map(torch.equal, drawn[forward], drawn[again]))
+        assert not torch.equal(drawn[0][0], drawn[2][0])
+    pairs = list(zip(one, other, strict=True))
+    assert len(pairs) == 4
+    for mine, theirs in pairs:
+        assert not torch.equal(mine[0], theirs[0])
+        assert torch.equal(mine[1], theirs[1])
+    first, again, *_ = masks_drawn(0, is_swapped=True)
+    assert not torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    page = words_of(MISTAKES)
+    assert "and under `torch.random.fork_rng()` seed by it plus the rank" in page
 
 
 def test_a_bias_of_every_rank_is_learnt_by_halves(printed: dict) -> None:

@@ -22,11 +22,15 @@ def flight_record() -> bytes:
     has_nccl = "nccl" in dist.get_backend_config()
     name = "_dump_nccl_trace" if has_nccl else "_dump_fr_trace"
     record = pickle.loads(getattr(_distributed_c10d, name)())
-    # torch 2.13 lists gloo's default group, which is called "0", without its name;
-    # torchfrtrace then ends with a KeyError.
+    # torch 2.13 lists all of gloo's groups under one name, "", and keeps one of them;
+    # torchfrtrace needs each.
     groups = record["pg_config"]
-    if "" in groups:
-        groups["0"] = groups.pop("")
+    if groups.pop("", None):
+        for one in dist.distributed_c10d._get_all_pg_configs():
+            name, ranks = one["pg_name"], str(one["ranks"])
+            groups[name] = {"name": name, "desc": one["pg_desc"], "ranks": ranks}
+        calls = record["entries"]  # of groups that are gone too
+        record["entries"] = [c for c in calls if c["process_group"][0] in groups]
     return pickle.dumps(record)
 
 

@@ -35,7 +35,7 @@ def try_engine(answer: tuple[Config, Train]) -> str:
     os.environ["DS_ACCELERATOR"] = "cpu"
     # DeepSpeed is imported here, and nobody shall be told to have been waited for.
     aside: Any = dist.new_group(timeout=timedelta(minutes=1))
-    prepare({"optimizer": {"params": {}}})
+    prepare({})
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     dist.barrier(group=aside)
     if problem := unknown_key(config):

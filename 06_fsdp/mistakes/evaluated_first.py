@@ -27,7 +27,7 @@ def main() -> None:
         model(torch.ones(1, 4))
     # WRONG: a forward pass leaves the root gathered, as backward mostly follows. So
     # the optimizer gets the root's whole weight, which is soon freed. Build it before,
-    # or call model.reshard() here.
+    # or reshard each unit here.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(3):
         model(torch.ones(1, 4)).square().mean().backward()

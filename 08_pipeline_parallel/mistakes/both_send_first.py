@@ -16,7 +16,8 @@ def main() -> None:
     neighbour = 1 - dist.get_rank()
     own, other = torch.ones(4, 8), torch.empty(4, 8)
     # WRONG: send returns once the other rank receives, and that is sending, too.
-    # Write sending = dist.isend(own, neighbour), receive, then sending.wait().
+    # Write sending = dist.isend(own, neighbour), receive, then sending.wait(); for
+    # GPUs batch_isend_irecv.
     dist.send(own, neighbour)
     dist.recv(other, neighbour)
     dist.destroy_process_group()
