@@ -799,6 +799,50 @@ def test_only_blocked_or_ignored_sigterm_spares_workers() -> None:
     assert result.stdout == "is dead\nlives\n0\n", result.output
 
 
+OF_IGNORING_WORKERS = """
+import signal, sys
+from torch.utils.data import DataLoader
+
+def ignore(_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+def train(deletes):
+    words = dict(multiprocessing_context="fork", worker_init_fn=ignore)
+    loader = DataLoader(range(9), num_workers=1, persistent_workers=True, **words)
+    try:
+        for _ in loader:
+            raise ValueError("a fault of the loop")
+    finally:
+        if deletes:
+            del loader
+
+train("del" in sys.argv)
+"""
+
+
+@pytest.mark.parametrize("deletes", [True, False])
+def test_a_rank_that_fails_waits_for_workers_that_ignore_sigterm(
+    deletes: bool, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", OF_IGNORING_WORKERS, "del" * deletes]
+    with open(tmp_path / "said", "w+") as said:
+        one = subprocess.Popen(command, stderr=said, start_new_session=True)
+        try:
+            give_up = time.monotonic() + 60
+            while "a fault of the loop" not in (tmp_path / "said").read_text():
+                assert time.monotonic() < give_up
+                time.sleep(0.05)
+            if deletes:
+                assert one.wait(60) == 1
+            else:
+                with pytest.raises(subprocess.TimeoutExpired):
+                    one.wait(3)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
+            one.wait()
+
+
 # torchrun sends SIGUSR1 to the tracker too, which ignores SIGTERM and SIGINT alone.
 TO_THE_TRACKER = f"""
 import os, signal, sys, time

@@ -229,6 +229,24 @@ def gradient_alone(sizes: list[list[int]]) -> torch.Tensor:
     return flat(p.grad for p in layer.parameters())
 
 
+def weight_after_no_sync() -> float:
+    """Leave `no_sync` on in the last micro-batch of a step; return the weight."""
+    layer = torch.nn.Linear(1, 1, bias=False)
+    ddp_model = DistributedDataParallel(layer)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    with ddp_model.no_sync():
+        ddp_model(torch.full((1, 1), dist.get_rank() + 1.0)).sum().backward()
+    optimizer.step()
+    return layer.weight.item()
+
+
+def test_a_step_under_no_sync_alone_lets_weights_diverge(
+    worker_pool: WorkerPool,
+) -> None:
+    one, other = worker_pool.run(weight_after_no_sync)
+    assert one - other == pytest.approx(1)
+
+
 WAYS = {  # how often each all-reduces, and how many times the gradient it computes
     "all_reduce_each_time": (3, 1),
     "no_sync_too_late": (3, 1),

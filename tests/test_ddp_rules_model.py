@@ -612,6 +612,26 @@ def gradients_of_two_losses(returns_both: bool) -> list[float] | str:
     return unused_parameters.flat_gradients(model).tolist()
 
 
+def head_outside_of_forward(finds_unused: bool) -> str:
+    """Call a layer by itself, on what the wrapper returned; return the error."""
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    head, model.forward = model[1], model[0].forward
+    ddp_model = DistributedDataParallel(model, find_unused_parameters=finds_unused)
+    try:
+        head(ddp_model(torch.ones(1, 2))).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_find_unused_parameters_does_not_know_layers_outside_of_forward(
+    worker_pool: WorkerPool,
+) -> None:
+    errors = worker_pool.run(head_outside_of_forward, True)
+    assert [error[: len(TWICE)] for error in errors] == [TWICE] * 2
+    assert worker_pool.run(head_outside_of_forward, False) == ["", ""]
+
+
 def test_find_unused_parameters_needs_all_losses_from_forward(
     worker_pool: WorkerPool,
 ) -> None:

@@ -342,6 +342,8 @@ def moved_by_old_habits(
 class TwoLayers(torch.nn.Module):
     """Uses two layers by a factor each; returns what a model of transformers does."""
 
+    own_first = False  # or each of two ranks begins with another layer
+
     def __init__(self) -> None:
         """Begin with weights of 1 and of 2."""
         super().__init__()
@@ -353,9 +355,12 @@ class TwoLayers(torch.nn.Module):
 
     def forward(self, factors: tuple[float | None, ...]) -> dict[str, torch.Tensor]:
         """Return a loss, whose gradients are the factors; None leaves a layer out."""
+        pairs = list(zip(self.layers, factors, strict=True))
+        if self.own_first and dist.get_rank() == 1:
+            pairs.reverse()
         outputs = [
             layer(torch.ones(1, 4, dtype=layer.weight.dtype)).sum() * factor
-            for layer, factor in zip(self.layers, factors, strict=True)
+            for layer, factor in pairs
             if factor is not None
         ]
         return {"loss": torch.stack(outputs).sum(), "logits": outputs[0]}
@@ -402,6 +407,7 @@ def moved_in_all_stages(
     micro_batches: int = 1,
     grows: bool | None = None,
     only_first: bool = False,
+    own_first: bool = False,
     stages: Iterable[int] = range(4),  # in this order: 3 patches `linear` for good
     **changes: Any,
 ) -> list[Any]:
@@ -418,6 +424,7 @@ def moved_in_all_stages(
     found: list[Any] = []
     for stage in stages:
         model = TwoLayers()
+        model.own_first = own_first
         weights = [layer.weight for layer in model.layers]
         model.layers[1].requires_grad_(grows is not True)
         accumulated = {"gradient_accumulation_steps": micro_batches}
@@ -798,6 +805,7 @@ class Followed(NamedTuple):
     latest: list[str]  # what it named when rank 1 had not saved its shard yet
     rows: list[Any]  # those of its first two steps
     is_whole: bool  # the text held out, and the one to train on, are all of it
+    seeds: list[int]  # of dropout, in each micro-batch of its six steps
 
 
 def follow_the_recipe(folder: str, forgets: str) -> Followed:
@@ -806,7 +814,7 @@ def follow_the_recipe(folder: str, forgets: str) -> Followed:
     `forgets` is what is not loaded.
     """
     modules, output, seen = prepare(), io.StringIO(), []
-    rows, texts = [], {}
+    rows, texts, seeds = [], {}, []
     recipe = modules["recipe"]
     import deepspeed
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -825,6 +833,7 @@ def follow_the_recipe(folder: str, forgets: str) -> Followed:
     def noted(engine: Any, **batch: Any) -> Any:
         if engine.module.training:
             rows.append(batch["input_ids"].tolist())
+            seeds.append(torch.initial_seed())
         return forward(engine, **batch)
 
     def draw(tokens: Any, *rest: Any) -> Any:
@@ -859,7 +868,7 @@ def follow_the_recipe(folder: str, forgets: str) -> Followed:
     held_out, rest = (texts[length] for length in sorted(texts))
     is_whole = torch.equal(torch.cat([held_out, rest]), modules["text"].read_tokens())
     is_right = check.call_args.args[0]
-    return Followed(output.getvalue(), is_right, seen, rows[:4], is_whole)
+    return Followed(output.getvalue(), is_right, seen, rows[:4], is_whole, seeds[:12])
 
 
 def write_checkpoints(folder: str) -> None:
@@ -1525,6 +1534,9 @@ def test_recipe_resumes_and_names_a_checkpoint_when_it_is_whole(
     assert [one.is_right for one in said] == [is_right] * 2
     # Two steps of two micro-batches of four: no rank trains on another's.
     assert [len(one.rows) for one in said] == [4, 4] and all(o.is_whole for o in said)
+    # Nor drops as another does, or as in another step: two micro-batches share a seed.
+    seeds = [seed for one in said for seed in one.seeds]
+    assert len(seeds) == 2 * 12 and set(map(seeds.count, seeds)) == {2}
     samples = [tuple(row) for one in said for rows in one.rows for row in rows]
     assert len(samples) == len(set(samples)) == 32
     lines = said[0].output.splitlines()
@@ -1617,6 +1629,13 @@ def test_gradients_of_different_layers_are_averaged_with_each_other(
         for name, (first, second) in zip(names, moved, strict=True)
     ]
     assert run(moved_in_all_stages, [[BY_0]]) == [[[0.5, 5.0]] * 4] * 2
+    # Times 0 is not enough where each rank begins with another layer.
+    by_order = run(
+        partial(moved_in_all_stages, own_first=True, stages=(1, 2)), [[BY_0]]
+    )
+    assert by_order == [[[0.5, 5.0], [5.5, 5.5]]] * 2
+    page = words_of(CHAPTER)
+    assert "use every trainable layer, in one order on all ranks" in page
     # Stage 3 gathers the one half of each layer's weights, 1 and 2.
     first, second = run(losses_of_its_own_layer)
     assert first == [16, 16, 16, 24] and second == [320, 320, 320, 240]
@@ -1799,6 +1818,62 @@ def test_plain_backward_divides_once_for_each_output(zero_pools: Pools) -> None:
     right, wrong = (run(norm_of_transformers, plain)[0] for plain in (False, True))
     shorter = [b / a for a, b in zip(right, wrong, strict=True)]
     assert shorter == pytest.approx([1 / 4, 1 / 4, 1], rel=1e-3)
+
+
+def errors_of_steps(*backwards: str) -> list[str]:
+    """Take steps after such backward passes; return each stage's error."""
+    found = []
+    for stage in (1, 2, 3):
+        model = TwoLayers()
+        engine = engine_for(model, stage)
+        try:
+            for backward in backwards:
+                if backward == "of the model":
+                    model(OF_BOTH[dist.get_rank()])["loss"].backward()
+                if backward == "of the engine":
+                    engine.backward(engine(OF_BOTH[dist.get_rank()])["loss"])
+                engine.step()
+        except (KeyError, TypeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+        engine.destroy()
+    return found
+
+
+def test_a_step_without_a_backward_pass_has_two_texts(zero_pools: Pools) -> None:
+    run = zero_pools(2).run
+    for backward in ("of the model", "none"):
+        assert run(errors_of_steps, backward) == [[TWO_FORWARDS] * 3] * 2
+    later = run(errors_of_steps, "of the engine", "of the engine", "none")
+    assert later == [["TypeError: 'NoneType' object is not iterable"] * 3] * 2
+
+
+def scale_after(steps: int, every: int) -> tuple[int, float, str]:
+    """Overflow in every so-manieth step; return good steps, the scale and the error."""
+    prepare()["deepspeed_setup"].prepare({})
+    import deepspeed
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    deepspeed.init_distributed("gloo")
+    good, scaler = 0, DynamicLossScaler(2.0**16, 1000, 1.0, 2, False)  # by default
+    for step in range(1, steps + 1):
+        try:
+            scaler.update_scale(step % every == 0)
+        except Exception as error:
+            return good, scaler.cur_scale, str(error)
+        good += step % every != 0
+    return good, scaler.cur_scale, ""
+
+
+def test_one_overflow_in_twenty_steps_brings_the_scale_to_its_minimum(
+    zero_pools: Pools,
+) -> None:
+    run = zero_pools(1).run
+    ((good, scale, error),) = run(scale_after, 1000, 20, world_size=1)
+    assert scale == 1 and 250 < good < 400
+    assert error.startswith("Current loss scale already at minimum")
+    # Rarer than the window: it recovers each time.
+    ((good, scale, error),) = run(scale_after, 30_000, 1500, world_size=1)
+    assert good == 30_000 - 20 and scale >= 2**15 and error == ""
 
 
 PENALTY = """\

@@ -200,7 +200,7 @@ def test_masks_of_shards_are_drawn_again_as_they_were() -> None:
     first, again, *_ = masks_drawn(0, is_swapped=True)
     assert not torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
     page = words_of(MISTAKES)
-    assert "and under `torch.random.fork_rng()` seed by it plus the rank" in page
+    assert "`fork_rng([device])`, seed by it plus the rank." in page
 
 
 def test_a_bias_of_every_rank_is_learnt_by_halves(printed: dict) -> None:
