@@ -1206,6 +1206,26 @@ def test_only_adam_is_told_to_be_pytorch_s(monkeypatch: pytest.MonkeyPatch) -> N
     assert config["optimizer"]["params"] == told
 
 
+def test_deepspeed_asks_mpi_if_one_of_five_variables_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import deepspeed
+
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    asked = mock.Mock(side_effect=ModuleNotFoundError("No module named 'mpi4py'"))
+    monkeypatch.setattr(deepspeed.comm.comm, "mpi_discovery", asked)
+    for missing in names:
+        for name in names:
+            monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(missing)
+        with pytest.raises(ModuleNotFoundError, match="mpi4py"):
+            deepspeed.init_distributed("gloo")
+    assert asked.call_count == len(names) == 5
+    page = (ROOT / "WHEN_IT_GOES_WRONG.md").read_text("utf-8")
+    (line,) = (line for line in page.splitlines() if line.startswith("  `RANK=0 LOCAL"))
+    assert all(f"{name}=" in line for name in names)
+
+
 def test_to_other_hosts_deepspeed_takes_no_threads_but_from_its_file() -> None:
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
     from deepspeed.launcher import runner
