@@ -376,8 +376,8 @@ def test_whole_weights_are_gathered_over_data_under_fsdp_only(
     ]
     assert found == [[{"tensor"}] * 4, [{"data", "tensor"}] * 4]
     page = words_of(MISTAKES)
-    assert "where `data` only replicates, `rank == 0` becomes" in page
-    assert "under FSDP all ranks call" in page
+    assert "where `data` only replicates, those with `mesh.get_local_rank(" in page
+    assert "under FSDP all ranks gather." in page
 
 
 def timeouts() -> list[timedelta]:
