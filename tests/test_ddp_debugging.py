@@ -283,7 +283,7 @@ def test_flight_record_knows_each_of_several_groups(
     # Once calls are lost, of others on each rank, it names some that nobody has missed.
     assert numbers == (["10"] if kept == 2000 else ["5", "6", "7", "8", "10"])
     page = words_of(ROOM)
-    assert "let it hold them all, or torchfrtrace names wrong ones." in page
+    assert "let the recorder hold them all, or torchfrtrace names wrong ones." in page
 
 
 def launch(script: str, folder: Path, *words: str, **env: str) -> Result:
