@@ -28,6 +28,7 @@ from zero_ranks import Pools, forget_earlier_group
 ROOM, CLASSIFIER = "05_deepspeed_zero/huggingface", "SequenceClassification"
 OWN_CLASSIFIER = f"{CLASSIFIER} whose forward takes no **kwargs"
 STAGE_2 = {"stage": 2}
+SILENT: Any = {"report_to": [], "dataloader_pin_memory": False, "disable_tqdm": True}
 PARAMS = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
 IN_CONFIG = {"type": "AdamW", "params": PARAMS}
 
@@ -282,10 +283,8 @@ def first_step_of_trainer(
             max_steps=1,
             learning_rate=0.0,
             logging_steps=1,
-            report_to=[],
             save_strategy="no",
-            dataloader_pin_memory=False,
-            disable_tqdm=True,
+            **SILENT,
         )
         pairs = zip(rows, labels, strict=True)
         dataset: Any = [{name: row, "labels": label} for row, label in pairs]
@@ -330,10 +329,8 @@ def trained_after(evaluation: str, **zero: Any) -> tuple[str, float]:
             learning_rate=0.01,
             eval_on_start=evaluation == "eval_on_start",
             eval_strategy="steps" if evaluation == "eval_on_start" else "no",
-            report_to=[],
             save_strategy="no",
-            dataloader_pin_memory=False,
-            disable_tqdm=True,
+            **SILENT,
         )
         trainer = Trainer(model, arguments, None, rows, rows)
         trainer.remove_callback(PrinterCallback)
@@ -422,9 +419,7 @@ def evaluate_with_trainer(
             folder,
             use_cpu=use_cpu,
             per_device_eval_batch_size=2,
-            report_to=[],
-            dataloader_pin_memory=False,
-            disable_tqdm=True,
+            **SILENT,
         )
         trainer = Trainer(model, arguments, eval_dataset=dataset)
         trainer.remove_callback(PrinterCallback)
@@ -680,6 +675,10 @@ def test_a_mean_of_your_own_is_too_large_under_trainer(
         ("eval_on_start", {}, "DistributedDataParallel", True),
         ("evaluate()", STAGE_2, "ZeRO inference only makes sense with ZeRO S", True),
         pytest.param("", {}, "DistributedDataParallel", True, marks=pytest.mark.slow),
+        pytest.param(
+            *("evaluate()", {"stage": 1}, "ZeRO inference only makes sense", True),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_trainer_sends_no_gradient_if_it_has_evaluated_first(
