@@ -566,6 +566,32 @@ def functions_have_one_home(tree: Tree) -> list[str]:
     return violations
 
 
+def every_definition_is_used(tree: Tree) -> list[str]:
+    """What stands on the top level of a chapter's file is named a second time there.
+
+    Or in another of the chapters' files, or on a page. Equal copies count as one.
+    """
+    files = lesson_files(tree)
+    texts = {tree[name] for name in (*files, *chapter_pages(tree))}
+    count = Counter(word for text in texts for word in re.findall(r"\w+", text))
+    return [
+        f"{name}: nothing names {defined}"
+        for name, module in files.items()
+        for node in module.body
+        for defined in defined_by(node)
+        if count[defined] == 1
+    ]
+
+
+def defined_by(node: ast.stmt) -> list[str]:
+    """Return the names that a statement defines."""
+    if isinstance(node, Function | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+    return [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+
+
 def names_are_the_fields_own(tree: Tree) -> list[str]:
     """No variable, parameter or function has one of FORBIDDEN_NAMES.
 
@@ -1283,6 +1309,17 @@ BROKEN: list[tuple[Rule, Tree, str]] = [
         "01_communication/r/ranks.py: tests/support/copies.py does not write it",
     ),
     (shared_modules_are_short, {RANKS: "\n" * 201}, f"{RANKS}: 201 lines"),
+    (every_definition_is_used, {"01_a/b.py": "def f():\n    return 1\n"}, "f"),
+    (
+        every_definition_is_used,
+        {"01_a/b.py": "LEFT, USED = 1, 2\n", "01_a/c.py": "from b import USED\n"},
+        "LEFT",
+    ),
+    (
+        every_definition_is_used,
+        {"01_a/b.py": "class A: ...\n", "tests/test_a.py": "from b import A\n"},
+        "A",
+    ),
     (
         functions_have_one_home,
         {"01_a/b.py": F, "01_a/c.py": F, "01_a/r/d.py": "def f(x): ...\n"},
@@ -1537,6 +1574,14 @@ KEPT: list[tuple[Rule, Tree]] = [
     ),
     (shared_modules_are_equal, {RANKS: "", "tests/ranks.py": "x", "01_a/b.py": ""}),
     (shared_modules_are_short, {RANKS: "\n" * 200, "03_c/model.py": "\n" * 201}),
+    (
+        every_definition_is_used,
+        {
+            "01_a/b.py": "A: int = 1\nB = A\n\n\ndef f():\n    return B\n",
+            "01_a/README.md": "`f` returns 1.",
+            "tests/test_a.py": "def g(): ...\n",
+        },
+    ),
     (
         functions_have_one_home,
         {

@@ -10,7 +10,6 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 INTERFACE = "eth0"  # every host's end of its link
 
@@ -117,21 +116,3 @@ def bytes_at_switch(hosts: list[Host]) -> list[tuple[int, int]]:
     }
     counts = [ports[f"port{host.number}"] for host in hosts]
     return [(count["rx"]["bytes"], count["tx"]["bytes"]) for count in counts]
-
-
-# What a process on one of the hosts can find out and change.
-
-
-def set_own_rate(rate: str) -> None:
-    """Limit what this host sends; "unlimited" lifts it."""
-    at = ["dev", INTERFACE, "root"]
-    subprocess.run(["tc", "qdisc", "del", *at], capture_output=True, check=False)
-    if rate != "unlimited":
-        run_tool(*limit_words(INTERFACE, rate))
-
-
-def own_bytes_sent() -> int:
-    """Count what this host has put on its link since it exists."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    (own,) = [line for line in lines if line.strip().startswith(f"{INTERFACE}:")]
-    return int(own.split(":")[1].split()[8])

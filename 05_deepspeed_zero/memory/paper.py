@@ -25,7 +25,6 @@ class Bytes(NamedTuple):
 # In mixed precision the optimizer state is the fp32 master weight and Adam's two
 # moments, 4 bytes each. In float32 the weight is its own master: two moments.
 MIXED, FLOAT32 = Bytes(2, 2, 12), Bytes(4, 4, 8)
-PRECISIONS = ("bf16", "fp32")
 KINDS = ("parameters", "gradients", "optimizer")
 
 
