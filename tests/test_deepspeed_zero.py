@@ -1204,6 +1204,9 @@ def test_only_adam_is_told_to_be_pytorch_s(monkeypatch: pytest.MonkeyPatch) -> N
     config: Any = {"optimizer": {"type": "AdamW"}}
     setup.prepare(config)
     assert config["optimizer"]["params"] == told
+    config["optimizer"]["params"] = own = {"torch_adam": False}
+    setup.prepare(config)
+    assert own == {"torch_adam": False}
 
 
 def test_deepspeed_asks_mpi_if_one_of_five_variables_is_missing(

@@ -29,8 +29,10 @@ def flight_record() -> bytes:
         for one in dist.distributed_c10d._get_all_pg_configs():
             name, ranks = one["pg_name"], str(one["ranks"])
             groups[name] = {"name": name, "desc": one["pg_desc"], "ranks": ranks}
-        calls = record["entries"]  # of groups that are gone too
-        record["entries"] = [c for c in calls if c["process_group"][0] in groups]
+        # Calls in groups that are gone must stay, as this rank's own: it counts them.
+        for name, desc in (call["process_group"] for call in record["entries"]):
+            gone = {"name": name, "desc": desc, "ranks": str([dist.get_rank()])}
+            groups.setdefault(name, gone)
     return pickle.dumps(record)
 
 
