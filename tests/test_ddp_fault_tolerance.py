@@ -799,6 +799,31 @@ def test_only_blocked_or_ignored_sigterm_spares_workers() -> None:
     assert result.stdout == "is dead\nlives\n0\n", result.output
 
 
+BY_SIGUSR1 = """
+import os, signal
+from torch.utils.data import DataLoader
+
+signal.signal(signal.SIGUSR1, lambda *_: None)
+for way, patience in (("fork", 1), ("forkserver", 60)):
+    batches = iter(DataLoader(range(9), num_workers=1, multiprocessing_context=way))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # of a dead worker it would raise
+    next(batches)
+    worker = batches._workers[0]
+    os.kill(worker.pid, signal.SIGUSR1)
+    worker.join(patience)
+    print("lives" if worker.exitcode is None else "is dead", flush=True)
+    worker.kill()
+os._exit(0)
+"""
+
+
+def test_a_noted_signal_kills_workers_that_are_not_forked() -> None:
+    result = python("-c", BY_SIGUSR1)
+    assert result.stdout == "lives\nis dead\n", result.output
+    page = words_of(PLACE)
+    assert "(forked workers note it too, [others die]" in page
+
+
 OF_IGNORING_WORKERS = """
 import signal, sys
 from torch.utils.data import DataLoader

@@ -406,6 +406,29 @@ def test_powersgd_sends_a_matrix_whole_unless_it_saves_more_than_half(
                 assert sent == pytest.approx(formula, rel=0.1)
 
 
+def non_finite_after_overflow(name: str) -> list[bool]:
+    """Overflow in the fourth step of seven; in which are gradients not finite?"""
+    powers = script("comm_hooks").powerSGD_hook
+    ddp_model = DistributedDataParallel(torch.nn.Linear(64, 64, bias=False))
+    if name == "powerSGD_hook":
+        state = powers.PowerSGDState(dist.group.WORLD, 4, start_powerSGD_iter=2)
+        ddp_model.register_comm_hook(state, powers.powerSGD_hook)
+    found = []
+    for factor in (*[1.0] * 3, float("inf"), *[1.0] * 3):
+        ddp_model.zero_grad()
+        (ddp_model(torch.ones(2, 64)).square().sum() * factor).backward()
+        found.append(not all(p.grad.isfinite().all() for p in ddp_model.parameters()))
+    return found
+
+
+def test_an_overflow_stays_in_the_memory_of_powersgd(worker_pool: WorkerPool) -> None:
+    for name, after in (("no hook", False), ("powerSGD_hook", True)):
+        results = worker_pool.run(non_finite_after_overflow, name)
+        assert results == [[False] * 3 + [True] + [after] * 3] * 2
+    said = "One overflow, as `GradScaler` makes, stays in its memory: no step follows."
+    assert said in words_of(ROOM)
+
+
 # What a rank sends, how far a gradient is off and the loss, all just inside of what the
 # page says: half of the bytes, of fp16's 11 bits the last, of bf16's 8 the last.
 INSIDE: dict[str, list[float]] = {

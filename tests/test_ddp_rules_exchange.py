@@ -513,11 +513,16 @@ def test_one_process_that_divides_otherwise_ends_elsewhere(
     assert all(apart > 1e-3 for *_, apart in results)
 
 
-def models_after_an_epoch(loop: str, momentum: float) -> tuple[int, int]:
+def models_after_an_epoch(
+    loop: str, momentum: float, is_scheduled: bool = False
+) -> tuple[int, int]:
     """Count the models after an epoch of uneven length, and one step later."""
     uneven = script("uneven_inputs")
     ddp_model = DistributedDataParallel(uneven.linear_model()[0])
     optimizer = SGD(ddp_model.parameters(), lr=0.05, momentum=momentum)
+    if is_scheduled:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
     batches = uneven.batches_of(dist.get_rank())
     getattr(uneven, loop)(ddp_model, optimizer, batches)
     before = count_models(ddp_model)
@@ -526,8 +531,10 @@ def models_after_an_epoch(loop: str, momentum: float) -> tuple[int, int]:
 
 
 def models_after_epochs() -> list[tuple[int, int]]:
-    """Count models for join without and with momentum, and for stopping together."""
-    cases = [("train_joined", 0.0), ("train_joined", 0.9), ("train_together", 0.9)]
+    """Count models for join plain, with momentum, a schedule; for stopping together."""
+    joined = [(0.0, False), (0.9, False), (0.0, True)]
+    cases = [("train_joined", *more) for more in joined]
+    cases.append(("train_together", 0.9, True))
     return [models_after_an_epoch(*case) for case in cases]
 
 
@@ -536,7 +543,8 @@ def test_join_equals_one_process_but_not_the_optimizers(
     worker_pool: WorkerPool, world_size: int
 ) -> None:
     results = worker_pool.run(models_after_epochs, world_size=world_size)
-    assert results == [[(1, 1), (1, world_size), (1, 1)]] * world_size
+    apart = (1, world_size)
+    assert results == [[(1, 1), apart, apart, (1, 1)]] * world_size
 
 
 def errors_at_the_end() -> tuple[int, list[str], int, list[str]]:
