@@ -372,7 +372,9 @@ def test_a_data_set_that_is_pickled_moves_its_tensor_to_dev_shm(
     ((is_shared, nbytes),) = mappings_around(samples.data_ptr())
     assert is_shared and nbytes >= samples.nbytes
     array = np.zeros(1_000_000)
-    assert len(pickle(array)) > array.nbytes  # so each worker gets a copy
+    np.save(tmp_path / "saved.npy", array)
+    for one in (array, np.load(tmp_path / "saved.npy", mmap_mode="r")):
+        assert len(pickle(one)) > array.nbytes  # so each worker gets a copy
     path = tmp_path / "samples"
     path.write_bytes(bytes(80))
     with mock.patch.multiple(script("copy_on_write"), SAMPLES=1, LENGTH=80):

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -638,9 +639,10 @@ def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
 
     path = Path(folder, "config.json")
     path.write_text(json.dumps(config | {"zero_optimization": {"stage": 2}}))
+    no_stage = config | {"zero_optimization": {"overlap_comm": False}}
     engines = [
         deepspeed.initialize(model=modules["qwen"].small_model(), config=one)[0]
-        for one in (config, str(path))
+        for one in (config, str(path), no_stage)
     ]
     config["optimizer"]["params"]["adam_w_mode"] = False
     config["data_types"] = {"grad_acum_dtype": "fp32"}  # misspelt, and accepted
@@ -663,8 +665,7 @@ def settings_nobody_asked_for(folder: str) -> dict[str, Any]:
         "nested, refused": refused,
         "needed": str(needed.value),
         "clipping": engines[0].gradient_clipping(),
-        "stage": engines[0].zero_optimization_stage(),
-        "stage from file": engines[1].zero_optimization_stage(),
+        "stages": [engine.zero_optimization_stage() for engine in engines],
         "adam": type(engines[0].optimizer).__name__,
         "adam, told": type(told.optimizer).__name__,
         "overlooked": (
@@ -2007,6 +2008,37 @@ def test_what_a_loop_without_deepspeed_leaves_does_nothing(
         assert (clipped != unclipped) == is_clipped
 
 
+def stepped_after_overflows(asks: bool) -> tuple[bool, float]:
+    """Step a schedule of one's own in fp16, from too large a scale on."""
+    fp16 = ON | {"initial_scale_power": 32, "hysteresis": 1}
+    engine = engine_for(torch.nn.Linear(2, 2), 1, fp16=fp16)
+    sgd, applied = engine.basic_optimizer, []
+    schedule = torch.optim.lr_scheduler.StepLR(sgd, step_size=1, gamma=0.5)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        while sum(applied) < 2:
+            loss = engine(torch.ones(1, 2, dtype=torch.float16)).float().sum()
+            engine.backward(loss)
+            engine.step()
+            applied.append(engine.was_step_applied())
+            if applied[-1] or not asks:
+                schedule.step()
+    said = any("Detected call of `lr_scheduler" in str(one.message) for one in warned)
+    assert len(applied) > 5 and not any(applied[:4])
+    return said, sgd.param_groups[0]["lr"] * 2**2
+
+
+def test_a_schedule_in_fp16_asks_whether_the_step_was_applied(
+    zero_pools: Pools,
+) -> None:
+    for asks in (True, False):
+        results = zero_pools(1).run(stepped_after_overflows, asks, world_size=1)
+        assert len(results) == 1
+        ((warns, rate),) = results
+        assert warns is not asks
+        assert rate == 1 if asks else rate < 0.1
+
+
 def test_warm_up_begins_with_two_steps_at_no_learning_rate(zero_pools: Pools) -> None:
     (rates,) = zero_pools(1).run(learning_rates, world_size=1)
     assert len(rates) == 20
@@ -2023,8 +2055,7 @@ def test_deepspeed_clips_and_overlooks_unless_told(
     (found,) = zero_pools(1).run(settings_nobody_asked_for, str(tmp_path), world_size=1)
     assert found["clipping"] == 1.0
     # A misspelt key leaves the default in force, and nobody is told.
-    assert found["stage"] == 0
-    assert found["stage from file"] == 2
+    assert found["stages"] == [0, 2, 0]  # the key misspelt, right, without "stage"
     assert (found["adam"], found["adam, told"]) == ("AdamW", "Adam")
     assert found["overlooked"] == (None, False, 3e-3)
     # Only without a key that it needs it complains, of that one.

@@ -404,12 +404,26 @@ def carry_a_state(way: str) -> None:
             state = state.detach()
 
 
+def gradient_of_a_generator(way: str) -> float:
+    """Go backward from a GAN's two losses, once or each for itself."""
+    generator, discriminator = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    fake = generator(torch.ones(1, 2))
+    ours, theirs = -discriminator(fake).sum(), discriminator(fake).sum()
+    if way == "sum":
+        (ours + theirs).backward()
+    else:
+        ours.backward()
+        discriminator(fake.detach()).sum().backward()
+    return sum(p.grad.abs().sum().item() for p in generator.parameters())
+
+
 def second_backward() -> str:
     """Carry a state as it is, with its graph, and without."""
     ways = ("as it is", "retain_graph", "detached")
     *said, last = [error_of(partial(carry_a_state, way)) for way in ways]
     assert last == "no error, but None"
     assert said[1].startswith("one of the variables needed for gradient computation")
+    assert [gradient_of_a_generator(way) > 0 for way in ("sum", "detach")] == [0, 1]
     return "\n".join(said)
 
 
@@ -979,6 +993,18 @@ bf16 = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}}
 for layer in (torch.nn.Conv2d(3, 4, 1), torch.nn.Linear(3, 4)):
     inputs = torch.ones(4, 3, *layer.weight.shape[2:])
     show(deepspeed.initialize(model=layer, config=bf16)[0], inputs)
+class Added(torch.nn.Module):
+    def __init__(self, is_cast):
+        super().__init__()
+        self.is_cast, self.rows = is_cast, torch.nn.Embedding(2, 4)
+        self.head = torch.nn.Linear(4, 4, bias=False)
+        self.register_buffer("positions", torch.ones(4))
+    def forward(self, ids):
+        x, added = self.rows(ids), self.positions
+        return self.head(x + (added.to(x.dtype) if self.is_cast else added)).dtype
+for is_cast in (False, True):
+    engine = deepspeed.initialize(model=Added(is_cast), config=bf16)[0]
+    show(engine, torch.ones(4, dtype=int))
 def engine_of(layer, stage):
     plain = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
     adam = torch.optim.AdamW(p for p in layer.parameters() if p.requires_grad)
@@ -1016,7 +1042,9 @@ def mistakes_with_deepspeed() -> str:
     environment = clean_environment(DS_ACCELERATOR="cpu")
     with tempfile.TemporaryDirectory() as folder:
         words = ["-c", UNDER_DEEPSPEED, folder]
-        return python(*words, env=environment).output
+        output = python(*words, env=environment).output
+    assert "no error, but torch.bfloat16\n" in output  # where the buffer was cast
+    return output
 
 
 def under_deepspeed() -> str:

@@ -1537,11 +1537,16 @@ class ThreeLinears(nn.Module):
 
 def attention_of_torch() -> tuple[str, float]:
     """Cut nn.MultiheadAttention, then its three Linears; return text and distance."""
+    from transformers.pytorch_utils import Conv1D  # what GPT-2 is made of
+
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     whole = nn.MultiheadAttention(8, 4, batch_first=True)
     with pytest.raises(NotImplementedError) as refused:
         parallelize_module(whole, mesh, ColwiseParallel())
+    for other in (nn.Sequential(nn.Linear(2, 2)), Conv1D(2, 2)):
+        with pytest.raises(NotImplementedError, match=re.escape(str(refused.value))):
+            parallelize_module(other, mesh, ColwiseParallel())
     x, padded = torch.randn(3, 5, 8), torch.zeros(3, 5, dtype=torch.bool)
     padded[:, 4] = True
     ours = ThreeLinears(whole)
