@@ -414,7 +414,8 @@ def gradient_of_a_generator(way: str) -> float:
     else:
         ours.backward()
         discriminator(fake.detach()).sum().backward()
-    return sum(p.grad.abs().sum().item() for p in generator.parameters())
+    gradients: list[Any] = [p.grad for p in generator.parameters()]
+    return sum(gradient.abs().sum().item() for gradient in gradients)
 
 
 def second_backward() -> str:
