@@ -14,6 +14,7 @@ import resource
 import sys
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -1578,6 +1579,99 @@ def test_units_of_their_own_are_called_by_all_ranks(worker_pool: WorkerPool) -> 
         worker_pool.run(routes_of_two_shapes, True, "")
 
 
+class HeadForEachTask(nn.Module):
+    """Has a body, and a head for each of two tasks; all ranks call both heads."""
+
+    def __init__(self) -> None:
+        """Make the three layers."""
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Apply both heads, in one order."""
+        hidden = self.body(x)
+        return [head(hidden) for head in self.heads]
+
+
+def gradient_with_a_head_each(factor: float | None) -> bool:
+    """Make a loss of one head, and `factor` times all; is the body's gradient right?"""
+    torch.manual_seed(0)
+    model: Any = HeadForEachTask()
+    alone, rank = copy.deepcopy(model), dist.get_rank()
+    for module in (*model.heads, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    model.set_reduce_scatter_unused_params(True)
+    outputs = model(torch.full((1, 4), rank + 1.0))
+    loss = outputs[rank].square().sum()
+    if factor is not None:
+        loss = loss + factor * sum(output.sum() for output in outputs)
+    loss.backward()
+    for task in range(2):
+        of_task = alone(torch.full((1, 4), task + 1.0))[task]
+        (of_task.square().sum() / 2).backward()
+    found = model.body.weight.grad.full_tensor()
+    return torch.allclose(found, alone.body.weight.grad, rtol=1e-4)
+
+
+def test_a_unit_that_is_called_must_be_in_the_loss(worker_pool: WorkerPool) -> None:
+    for factor, is_right in ((None, False), (0.0, True)):
+        assert worker_pool.run(gradient_with_a_head_each, factor) == [is_right] * 2
+    page = words_of(CHAPTER)
+    assert "A unit is in every rank's loss, if need be times 0, or [in none]" in page
+
+
+class Output:
+    """What `forward` returns, in a class of one's own."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        """Keep them."""
+        self.logits = logits
+
+
+@dataclass
+class DataOutput:
+    """The same, as a dataclass."""
+
+    logits: torch.Tensor
+
+
+class Probe(nn.Module):
+    """A frozen body, and a head that learns."""
+
+    def __init__(self, kind: Any) -> None:
+        """Make the layers; `kind` is what `forward` returns."""
+        super().__init__()
+        self.kind, self.body = kind, nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Return the logits, in something."""
+        return self.kind(logits=self.head(self.body(x)))
+
+
+def moved_by_a_step(kind: Any) -> bool:
+    """Take a step; has the root's own layer moved?"""
+    model: Any = Probe(kind)
+    before = model.head.weight.detach().clone()
+    for module in (model.body, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    sgd = torch.optim.SGD(model.head.parameters(), lr=1.0)
+    output = model(torch.ones(1, 4))
+    logits = output["logits"] if kind is dict else output.logits
+    logits.sum().backward()
+    sgd.step()
+    (weight, _) = sgd.param_groups[0]["params"]
+    return not torch.equal(before, weight.full_tensor())
+
+
+def test_fsdp_finds_no_tensor_in_an_object_of_one_s_own(
+    worker_pool: WorkerPool,
+) -> None:
+    for kind, moves in ((dict, True), (DataOutput, True), (Output, False)):
+        assert worker_pool.run(moved_by_a_step, kind) == [moves] * 2
+
+
 def one_route_more_on_rank_0(reduce_unused: bool) -> float:
     """Use more of the root's parameters on rank 0; return the mean of a gradient."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file
@@ -1923,6 +2017,26 @@ def test_what_else_resumes_has_strings_as_keys(
 ) -> None:
     due = {"text": 1, 7: 2, "7": 1, 8: torch.tensor([1])}  # the tensor in place
     assert worker_pool.run(loaded_by_keys, tmp_path) == [due] * 2
+
+
+def loaded_of_what_differs(folder: Path) -> int:
+    """Save what each rank has otherwise; return what this rank gets back."""
+    layer, rank = nn.Linear(2, 2), dist.get_rank()
+    training = load_chapter(CHAPTER)["stateful"].Training(
+        layer, torch.optim.SGD(layer.parameters(), 0.1), kept=Kept(rank + 1)
+    )
+    dcp.save({"run": training}, checkpoint_id=folder)
+    dcp.load({"run": training}, checkpoint_id=folder)
+    return training.others["kept"].state["text"]
+
+
+def test_what_else_resumes_is_equal_on_all_ranks(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    first, second = worker_pool.run(loaded_of_what_differs, tmp_path)
+    assert first == second and first in (1, 2)
+    said = "`others` is what else must resume, equal on all ranks"
+    assert said in words_of(f"{CHAPTER}/checkpoints")
 
 
 def resumed_with_an_unused_layer(folder: Path, way: str) -> str:
