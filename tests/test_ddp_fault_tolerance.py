@@ -831,25 +831,34 @@ from torch.utils.data import DataLoader
 def ignore(_):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-def train(deletes):
-    words = dict(multiprocessing_context="fork", worker_init_fn=ignore)
-    loader = DataLoader(range(9), num_workers=1, persistent_workers=True, **words)
+def train(loader):
     try:
         for _ in loader:
             raise ValueError("a fault of the loop")
     finally:
-        if deletes:
+        if "train" in sys.argv:
             del loader
 
-train("del" in sys.argv)
+def main():
+    words = dict(multiprocessing_context="fork", worker_init_fn=ignore)
+    loader = DataLoader(range(9), num_workers=1, persistent_workers=True, **words)
+    try:
+        train(loader)
+    finally:
+        if "main" in sys.argv:
+            del loader
+
+main()
 """
 
 
-@pytest.mark.parametrize("deletes", [True, False])
+@pytest.mark.parametrize(
+    ("where", "ends"), [(["train", "main"], True), (["main"], False)]
+)
 def test_a_rank_that_fails_waits_for_workers_that_ignore_sigterm(
-    deletes: bool, tmp_path: Path
+    where: list[str], ends: bool, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", OF_IGNORING_WORKERS, "del" * deletes]
+    command = [sys.executable, "-c", OF_IGNORING_WORKERS, *where]
     with open(tmp_path / "said", "w+") as said:
         one = subprocess.Popen(command, stderr=said, start_new_session=True)
         try:
@@ -857,7 +866,7 @@ def test_a_rank_that_fails_waits_for_workers_that_ignore_sigterm(
             while "a fault of the loop" not in (tmp_path / "said").read_text():
                 assert time.monotonic() < give_up
                 time.sleep(0.05)
-            if deletes:
+            if ends:
                 assert one.wait(60) == 1
             else:
                 with pytest.raises(subprocess.TimeoutExpired):

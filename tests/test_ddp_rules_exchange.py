@@ -1123,6 +1123,8 @@ def test_second_writer_of_a_checkpoint_finds_its_file_renamed(
     os.remove(tmp_path / "run.pt")
     with pytest.raises(FileNotFoundError):
         os.remove(tmp_path / "run.pt")
+    with pytest.raises(RuntimeError, match=r"^Parent directory .* does not exist"):
+        torch.save({}, tmp_path / "none" / "run.pt")
 
 
 # --- What a user can type. ----------

@@ -2008,6 +2008,43 @@ def test_what_a_loop_without_deepspeed_leaves_does_nothing(
         assert (clipped != unclipped) == is_clipped
 
 
+def weights_after_a_bad_batch(stage: int) -> list[float]:
+    """Take a step in bf16 by an infinite loss; return the weights before and after."""
+    layer: Any = torch.nn.Linear(2, 1, bias=False)
+    layer.weight.data.fill_(1)
+    engine = engine_for(layer, stage, bf16=ON)
+    for factor in (float("inf"), 1.0):
+        x = torch.full((1, 2), factor, dtype=torch.bfloat16)
+        engine.backward(engine(x).float().sum())
+        engine.step()
+    return layer.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_bf16_skips_a_bad_batch_without_a_word(stage: int, zero_pools: Pools) -> None:
+    job = partial(weights_after_a_bad_batch, stage)
+    # The second step, by a gradient of 1, is taken.
+    assert zero_pools(1).run(job, world_size=1) == [[0.0, 0.0]]
+
+
+def test_a_batch_without_labels_gives_zeros_unless_a_mask_averages() -> None:
+    labels, found = torch.full((4,), -100), []
+    for by_mask in (False, True):
+        logits = torch.ones(4, 3, requires_grad=True)
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        if by_mask:
+            each = torch.nn.functional.cross_entropy(
+                logits, labels.clamp(0), reduction="none"
+            )
+            mask = (labels != -100).float()
+            loss = (each * mask).sum() / mask.sum()
+        loss.backward()
+        assert logits.grad is not None and loss.isnan()
+        found.append(logits.grad.abs().sum().item())
+    zero, other = found
+    assert zero == 0 and other != other
+
+
 def stepped_after_overflows(asks: bool) -> tuple[bool, float]:
     """Step a schedule of one's own in fp16, from too large a scale on."""
     fp16 = ON | {"initial_scale_power": 32, "hysteresis": 1}

@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
@@ -1503,6 +1504,51 @@ def test_gradients_in_half_precision_are_clipped_by_their_norm(
     for norm, gradient in by_rank:
         assert norm == pytest.approx(due, rel=min(error, 1e-6))
         assert gradient == pytest.approx([value / due] * 16, rel=error)
+
+
+def loss_of_dtensors(layout: Any, covers: str) -> str | float:
+    """Compute a loss of logits that are DTensors; return its error, or how far off."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 6))
+    alone = copy.deepcopy(model)
+    style = ColwiseParallel(output_layouts=layout, use_local_output=False)
+    parallelize_module(model, mesh, {"1": style})
+    x, labels = torch.randn(8, 4), torch.arange(8) % 6
+    with contextlib.ExitStack() as stack:
+        if covers:
+            stack.enter_context(loss_parallel())
+        try:
+            loss = F.cross_entropy(model(x), labels)
+            if covers == "loss":
+                stack.close()
+            loss.backward()
+        except (RuntimeError, ValueError) as error:
+            return str(error).partition(":")[0]
+    F.cross_entropy(alone(x), labels).backward()
+    gradients: list[Any] = [m[0].weight.grad for m in (model, alone)]
+    return torch.dist(*gradients).item()
+
+
+def test_a_loss_of_dtensors_needs_loss_parallel_around_backward_too(
+    worker_pool: WorkerPool,
+) -> None:
+    cases = [
+        ((Shard(-1), ""), "aten.nll_loss_forward.default got mixed"),
+        ((Shard(-1), "loss"), "aten.nll_loss_backward.default got mixed"),
+        ((Shard(-1), "both"), ""),
+        ((Replicate(), ""), "aten.nll_loss_forward.default got mixed"),
+        ((Replicate(), "both"), "loss_parallel() requires exactly one mesh dim"),
+    ]
+    for case, said in cases:
+        results = worker_pool.run(loss_of_dtensors, *case)
+        assert len(results) == 2
+        for found in results:
+            if said:
+                assert said in str(found), (case, found)
+            else:
+                assert isinstance(found, float) and found < 1e-6
+    assert len(cases) == 5
 
 
 NO_STYLE = "ColwiseParallel currently only support nn.Linear and nn.Embedding!"
