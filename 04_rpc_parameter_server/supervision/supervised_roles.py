@@ -63,10 +63,10 @@ def run_trainer(
 ) -> Any:
     """Call `function(device, *arguments)` in the process group of all trainers.
 
-    The store at `place` is RPC's. A prefix keeps apart what both write there, so one
-    port is enough. An error waits in here, in case that it comes of somebody's death.
+    `place` is the host and the port of RPC's store.
     """
     try:
+        # A prefix keeps apart what RPC and this group write there: one port is enough.
         store = dist.PrefixStore("trainers", dist.TCPStore(*place, is_master=False))
         store.set(f"host {rank}", socket.gethostname())
         hosts = [store.get(f"host {other}") for other in range(world_size)]
@@ -82,7 +82,7 @@ def run_trainer(
         dist.destroy_process_group()
         return result
     except Exception:
-        wait_to_be_ended()
+        wait_to_be_ended()  # it may come of the death of another
         raise
 
 
