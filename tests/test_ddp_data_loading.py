@@ -81,7 +81,9 @@ def test_without_workers_a_loaders_generator_seeds_nothing() -> None:
             torch.manual_seed(0)
             drawn.append(list(DataLoader(Drawn(), None, generator=generator)))
     assert len(drawn[0]) == 2 and drawn[0] == drawn[1]
-    assert "**Without workers it seeds nothing**: seed the rank." in words_of(ROOM)
+    assert "**Without workers it seeds nothing**: seed the rank itself." in words_of(
+        ROOM
+    )
 
 
 def seed_by_worker(worker: int) -> None:
@@ -753,7 +755,10 @@ def test_only_forkserver_s_workers_outlive_a_killed_rank(
     _, alive = psutil.wait_procs([worker], timeout=60 if way != "forkserver" else 5)
     assert alive == [worker] * (way == "forkserver")
     page = words_of(ROOM)
-    assert "They outlive a killed rank, unless `worker_init_fn` is `end_with" in page
+    assert (
+        "Such workers outlive a killed rank, unless `worker_init_fn` is `end_with"
+        in page
+    )
     if alive:
         worker.kill()
 

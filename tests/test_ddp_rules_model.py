@@ -1040,8 +1040,8 @@ def relative_times(rounds: int) -> list[float]:
         start = time.perf_counter()
         model(torch.ones(4, 16)).mean().backward()
         seconds[number % len(models)].append(time.perf_counter() - start)
-    medians = [statistics.median(own[3:]) for own in seconds]
-    return [median / medians[0] for median in medians]
+    best = [min(own[3:]) for own in seconds]  # a busy machine only adds to them
+    return [least / best[0] for least in best]
 
 
 @pytest.mark.slow
@@ -1051,7 +1051,6 @@ def test_looking_for_unused_parameters_takes_time(worker_pool: WorkerPool) -> No
     assert len(times) == 2
     for default, find, static in times:
         assert default == 1
-        # A busy machine can hide the difference, but not turn it round.
         assert find > 0.95 and static < 1.5
 
 

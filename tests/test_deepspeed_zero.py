@@ -5,6 +5,7 @@ import importlib
 import io
 import itertools
 import json
+import logging
 import os
 import re
 import shutil
@@ -2008,23 +2009,26 @@ def test_what_a_loop_without_deepspeed_leaves_does_nothing(
         assert (clipped != unclipped) == is_clipped
 
 
-def weights_after_a_bad_batch(stage: int) -> list[float]:
-    """Take a step in bf16 by an infinite loss; return the weights before and after."""
+def weights_after_a_bad_batch(stage: int) -> tuple[list[float], bool]:
+    """Take a step in bf16 by an infinite loss, then a good one; is the first told?"""
     layer: Any = torch.nn.Linear(2, 1, bias=False)
     layer.weight.data.fill_(1)
-    engine = engine_for(layer, stage, bf16=ON)
+    engine, told = engine_for(layer, stage, bf16=ON), io.StringIO()
+    handler, logger = logging.StreamHandler(told), logging.getLogger("DeepSpeed")
+    logger.addHandler(handler)
     for factor in (float("inf"), 1.0):
         x = torch.full((1, 2), factor, dtype=torch.bfloat16)
         engine.backward(engine(x).float().sum())
         engine.step()
-    return layer.weight.flatten().tolist()
+    logger.removeHandler(handler)
+    return layer.weight.flatten().tolist(), "OVERFLOW! Skipping step" in told.getvalue()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_bf16_skips_a_bad_batch_without_a_word(stage: int, zero_pools: Pools) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_bf16_skips_a_bad_batch(stage: int, zero_pools: Pools) -> None:
     job = partial(weights_after_a_bad_batch, stage)
     # The second step, by a gradient of 1, is taken.
-    assert zero_pools(1).run(job, world_size=1) == [[0.0, 0.0]]
+    assert zero_pools(1).run(job, world_size=1) == [([0.0, 0.0], stage > 0)]
 
 
 def test_a_batch_without_labels_gives_zeros_unless_a_mask_averages() -> None:

@@ -1618,7 +1618,8 @@ def test_a_unit_that_is_called_must_be_in_the_loss(worker_pool: WorkerPool) -> N
     for factor, is_right in ((None, False), (0.0, True)):
         assert worker_pool.run(gradient_with_a_head_each, factor) == [is_right] * 2
     page = words_of(CHAPTER)
-    assert "A unit is in every rank's loss, if need be times 0, or [in none]" in page
+    said = "A unit is called by all ranks, and in every rank's loss, if need be times 0"
+    assert f"{said}, or [by none](" in page
 
 
 class Output:
@@ -1637,12 +1638,12 @@ class DataOutput:
 
 
 class Probe(nn.Module):
-    """A frozen body, and a head that learns."""
+    """A body, mostly frozen, and a head that learns."""
 
-    def __init__(self, kind: Any) -> None:
+    def __init__(self, kind: Any, trains: bool) -> None:
         """Make the layers; `kind` is what `forward` returns."""
         super().__init__()
-        self.kind, self.body = kind, nn.Linear(4, 4).requires_grad_(False)
+        self.kind, self.body = kind, nn.Linear(4, 4).requires_grad_(trains)
         self.head = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -1650,9 +1651,9 @@ class Probe(nn.Module):
         return self.kind(logits=self.head(self.body(x)))
 
 
-def moved_by_a_step(kind: Any) -> bool:
+def moved_by_a_step(kind: Any, trains: bool = False) -> bool:
     """Take a step; has the root's own layer moved?"""
-    model: Any = Probe(kind)
+    model: Any = Probe(kind, trains)
     before = model.head.weight.detach().clone()
     for module in (model.body, model):
         fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
@@ -1670,6 +1671,8 @@ def test_fsdp_finds_no_tensor_in_an_object_of_one_s_own(
 ) -> None:
     for kind, moves in ((dict, True), (DataOutput, True), (Output, False)):
         assert worker_pool.run(moved_by_a_step, kind) == [moves] * 2
+    # A unit that trains reduces the root's gradients too.
+    assert worker_pool.run(moved_by_a_step, Output, True) == [True] * 2
 
 
 def one_route_more_on_rank_0(reduce_unused: bool) -> float:
@@ -2035,7 +2038,7 @@ def test_what_else_resumes_is_equal_on_all_ranks(
 ) -> None:
     first, second = worker_pool.run(loaded_of_what_differs, tmp_path)
     assert first == second and first in (1, 2)
-    said = "`others` is what else must resume, equal on all ranks"
+    said = "`others` is what else must resume and is equal on all ranks"
     assert said in words_of(f"{CHAPTER}/checkpoints")
 
 

@@ -404,18 +404,32 @@ def carry_a_state(way: str) -> None:
             state = state.detach()
 
 
-def gradient_of_a_generator(way: str) -> float:
-    """Go backward from a GAN's two losses, once or each for itself."""
-    generator, discriminator = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
-    fake = generator(torch.ones(1, 2))
-    ours, theirs = -discriminator(fake).sum(), discriminator(fake).sum()
-    if way == "sum":
+def gradients_of_a_gan(way: str) -> list[bool]:
+    """Go backward from two losses; are generator's and discriminator's gradients right?
+
+    The discriminator is to give 1 for 2, and 0 for what the generator makes of 1.
+    """
+    torch.manual_seed(0)
+    generator, discriminator = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    one, two = torch.ones(1, 1), torch.full((1, 1), 2.0)
+
+    def losses(fake_of_theirs: Any, fake: Any) -> tuple[Any, Any]:
+        theirs = discriminator(fake_of_theirs) - discriminator(two)
+        return -discriminator(fake).sum(), theirs.sum()
+
+    models: Any = generator, discriminator
+    pairs = zip(losses(*[generator(one)] * 2), models, strict=True)
+    due = [torch.autograd.grad(x, m.weight, retain_graph=True)[0] for x, m in pairs]
+    fake = generator(one)
+    ours, theirs = losses(fake if way == "sum" else fake.detach(), fake)
+    if way != "each":
         (ours + theirs).backward()
     else:
-        ours.backward()
-        discriminator(fake.detach()).sum().backward()
-    gradients: list[Any] = [p.grad for p in generator.parameters()]
-    return sum(gradient.abs().sum().item() for gradient in gradients)
+        theirs.backward()
+        discriminator.requires_grad_(False)
+        (-discriminator(fake).sum()).backward()
+    found = zip(models, due, strict=True)
+    return [torch.allclose(model.weight.grad, right) for model, right in found]
 
 
 def second_backward() -> str:
@@ -424,7 +438,9 @@ def second_backward() -> str:
     *said, last = [error_of(partial(carry_a_state, way)) for way in ways]
     assert last == "no error, but None"
     assert said[1].startswith("one of the variables needed for gradient computation")
-    assert [gradient_of_a_generator(way) > 0 for way in ("sum", "detach")] == [0, 1]
+    assert gradients_of_a_gan("sum") == [False, False]
+    assert gradients_of_a_gan("detached, and summed") == [True, False]
+    assert gradients_of_a_gan("each") == [True, True]
     return "\n".join(said)
 
 

@@ -29,7 +29,8 @@ def flight_record() -> bytes:
         for one in dist.distributed_c10d._get_all_pg_configs():
             name, ranks = one["pg_name"], str(one["ranks"])
             groups[name] = {"name": name, "desc": one["pg_desc"], "ranks": ranks}
-        # Calls in groups that are gone must stay, as this rank's own: it counts them.
+        # Calls in groups that are gone must stay: it counts them. List such a group as
+        # one of this rank alone.
         for name, desc in (call["process_group"] for call in record["entries"]):
             gone = {"name": name, "desc": desc, "ranks": str([dist.get_rank()])}
             groups.setdefault(name, gone)
