@@ -89,11 +89,11 @@ def main(steps: int) -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
     samples, _ = classifier.load_samples()
     batches = [list(islice(samples.batches(16, r, n), steps)) for r in range(n)]
+    say(f"{n} rank(s) share a table of {ROWS:,} rows")
     model, losses = train_sharded(batches[rank], ROWS)
     own, means = model.get_parameter("table.own.weight"), torch.tensor(gather(losses))
-    say(f"{n} rank(s) share a table of {ROWS:,} rows; rank 0 holds {len(own):,}")
     first, last = means[:, :10].mean(), means[:, -10:].mean()
-    say(f"mean loss {first:.3f} at first, {last:.3f} at last")
+    say(f"rank 0 holds {len(own):,}; mean loss {first:.3f}, at last {last:.3f}")
     alone = HybridModel(Table(ROWS, WIDTH, seed=0), dense_part())
     classifier.train_in_one_process(alone, zip(*batches, strict=True), LR, LR)
     pairs = [(own, alone.get_parameter("table.weight")[rank::n])]
@@ -105,6 +105,6 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    steps = {"type": number(1, 10**6), "default": 140}
+    steps = {"type": number(1, 200), "default": 140, "help": "later rounding counts"}
     options = read_options(nprocs={"type": number(1, 16), "default": 2}, steps=steps)
     start_ranks(main, options.nprocs, options.steps)

@@ -838,9 +838,10 @@ def test_a_sampler_excludes_shuffle_and_an_iterable_both(
 
 def with_output_device() -> str:
     """Name the rank as output device, on CPUs; 0 is taken for none."""
-    layer = torch.nn.Linear(1, 1)
-    rank = dist.get_rank()
-    return error_of(lambda: DistributedDataParallel(layer, output_device=rank))
+    layer, rank = torch.nn.Linear(1, 1), dist.get_rank()
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    options: Any = {"output_device": rank, "process_group": group}
+    return error_of(lambda: DistributedDataParallel(layer, **options))
 
 
 @pytest.mark.slow

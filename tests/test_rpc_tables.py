@@ -33,7 +33,7 @@ from torch.distributed.optim import DistributedOptimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from launch import MARK, ROOT, clean_environment
+from launch import MARK, ROOT, clean_environment, python
 from pages import words_of
 from scripts import load_chapter
 from worker_pool import WorkerPool
@@ -1173,6 +1173,24 @@ def test_lookup_cost_refuses_in_one_line(words: list[str], message: str) -> None
     assert printed.getvalue().count("\n") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "most", "others"),
+    [
+        ("sharded_tables", 200, ["--nprocs=3"]),
+        ("sharding/several_servers", 100, ["--rows=16"]),
+    ],
+)
+def test_no_run_is_so_long_that_rounding_alone_fails_it(
+    script: str, most: int, others: list[str]
+) -> None:
+    path = f"{CHAPTER}/{script}.py"
+    assert python(path, f"--steps={most}", *others).returncode == 0
+    refused = python(path, f"--steps={most + 1}")
+    assert refused.returncode == 2
+    assert f"'{most + 1}' is no number from 1 to {most}" in refused.stderr
+
+
 def processes_with(mark: str) -> list[psutil.Process]:
     """Return the living processes that carry a mark in their environment."""
     found = []
@@ -1188,7 +1206,7 @@ def processes_with(mark: str) -> list[psutil.Process]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "options", "number"),
-    # Options for a run that would last for minutes.
+    # All but the second would last for minutes; it is ended at its first line.
     [
         pytest.param(
             "lookup_cost/lookup_cost",
@@ -1196,7 +1214,7 @@ def processes_with(mark: str) -> list[psutil.Process]:
             signal.SIGKILL,
             marks=pytest.mark.slow,
         ),
-        ("sharded_tables", ["--steps=30000"], signal.SIGINT),
+        ("sharded_tables", ["--steps=200"], signal.SIGINT),
         # These start processes with names, by `roles.start_roles`.
         ("lookup_cost/steps_per_second", ["--rounds=100"], signal.SIGKILL),
         ("lookup_cost/steps_per_second", ["--rounds=100"], signal.SIGINT),
@@ -1219,6 +1237,7 @@ def test_nothing_outlives_the_launcher(
         try:
             assert launcher.stdout is not None and launcher.stderr is not None
             assert launcher.stdout.readline()  # all processes have met by then
+            assert launcher.poll() is None
             assert len(processes_with(mark)) >= 3
             launcher.send_signal(number)
             deadline = time.monotonic() + 20

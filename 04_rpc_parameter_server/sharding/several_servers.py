@@ -51,7 +51,8 @@ if __name__ == "__main__":
     options = read_options(
         parameter_servers={"type": number(1, 16), "default": 2},
         trainers={"type": number(1, 16), "default": 2},
-        steps={"type": number(1, 10**6), "default": 50},
+        # In longer runs rounding alone makes a ReLU differ, and then all that follows.
+        steps={"type": number(1, 100), "default": 50},
         rows={"type": number(16, 10**8), "default": 2**15},
     )
     names = ["master", *(f"trainer{rank}" for rank in range(options.trainers))]
