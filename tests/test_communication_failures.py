@@ -1315,8 +1315,9 @@ def test_swapped_messages_hang_if_their_tags_differ(worker_pool: WorkerPool) -> 
     assert len(said) == 2
 
 
-def swapped_sums_of_two_groups() -> list[float] | str:
+def swapped_sums_of_two_groups(level: str) -> list[float] | str:
     """Sum a number in each of two groups, rank 1 in the other order."""
+    dist.set_debug_level(getattr(dist.DebugLevel, level))
     limit, rank = timedelta(seconds=1), dist.get_rank()
     calls = [
         (torch.tensor([first * 10.0**rank]), dist.new_group(timeout=limit))
@@ -1327,14 +1328,22 @@ def swapped_sums_of_two_groups() -> list[float] | str:
             dist.all_reduce(one, group=group)
     except RuntimeError as error:
         return str(error)
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
     return [one.item() for one, _ in calls]
 
 
-def test_swapped_sums_of_two_groups_hang(worker_pool: WorkerPool) -> None:
-    said = worker_pool.run(swapped_sums_of_two_groups)
+@pytest.mark.parametrize("level", ["OFF", "DETAIL"])
+def test_swapped_sums_of_two_groups_hang(worker_pool: WorkerPool, level: str) -> None:
+    said = [str(one) for one in worker_pool.run(swapped_sums_of_two_groups, level)]
     assert len(said) == 2
     for text in said:
-        assert re.search(ENDS_OF_A_WAIT, str(text)), text
+        # DETAIL compares the calls of one group: it misses a rank, and tells no more.
+        ends = ENDS_OF_A_WAIT if level == "OFF" else "failed to pass monitoredBarrier"
+        assert re.search(f"{ends}|{ENDS_OF_A_WAIT}", text), text
+        assert "mismatch" not in text
+    if level == "DETAIL":
+        assert "Ranks 1 failed to pass monitoredBarrier" in said[0]
 
 
 def done_before_rank_1_calls(folder: str) -> list[list[str]]:

@@ -320,6 +320,42 @@ def test_two_labs_have_the_same_addresses_and_never_meet(laboratory: None) -> No
 
 
 @pytest.mark.slow
+def test_a_firewall_that_opens_only_the_rendezvous_port(
+    laboratory: None, tmp_path: Path
+) -> None:
+    (tmp_path / "join.py").write_text(
+        "from datetime import timedelta\n"
+        "import torch.distributed as dist\n"
+        'dist.init_process_group("gloo", timeout=timedelta(seconds=8))\n'
+    )
+    # The kernel drops what is neither for port 4000 nor from it, and soon gives up.
+    firewall = (
+        "ip rule add pref 100 lookup local; ip rule del pref 0; "
+        "ip rule add pref 10 dev eth0 ipproto tcp dport 4000 lookup local; "
+        "ip rule add pref 11 dev eth0 ipproto tcp sport 4000 lookup local; "
+        "ip rule add pref 12 dev eth0 ipproto tcp dport 1024-65534 blackhole; "
+        "sysctl -qw net.ipv4.tcp_syn_retries=1; "
+    )
+    common = f"{firewall} torchrun --nnodes=2 --nproc-per-node=1"
+    ends = {
+        "--rdzv-backend=c10d --rdzv-endpoint=host0:4000": [
+            r"The client socket has timed out after 8000ms while .*\(host0, (?!4000)",
+            "waiting for clients. 1/2 clients joined",
+        ],
+        "--node-rank=$LAB_HOST --master-addr=host0 --master-port=4000": [
+            "Gloo connectFullMesh failed with .* Connect timeout"
+        ],
+    }
+    for options, texts in ends.items():
+        words = f"{common} {options} '{tmp_path}/join.py'"
+        result = lab("--", "sh", "-c", words)
+        assert result.returncode == 1
+        found = [bool(re.search(text, result.output)) for text in texts]
+        assert found == [True] * len(texts), result.output
+    assert len(ends) == 2
+
+
+@pytest.mark.slow
 def test_names_that_nobody_can_resolve(laboratory: None, tmp_path: Path) -> None:
     # As on hosts without DNS. With names, neither option is needed: the third case.
     common = "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d"

@@ -393,6 +393,10 @@ def engine_for(
         config |= {"zero_force_ds_cpu_optimizer": False}
         config["zero_optimization"] |= {"offload_optimizer": {"device": "cpu"}}
     optimizer = kind(model.parameters(), **settings)
+    if "fp16" in changes:
+        # Any CPU computes in it. DeepSpeed asks for a CPU with instructions for it.
+        accelerator: Any = deepspeed.get_accelerator()
+        accelerator.is_fp16_supported = lambda: True
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
